@@ -62,9 +62,7 @@ class CausalLMModule(L.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = self.optimizer_factory(decay_groups(self))
         decay_steps = self.decay_steps or self.trainer.estimated_stepping_batches
-        shape = functools.partial(
-            warmup_cosine, warmup_steps=self.warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio
-        )
+        shape = functools.partial(warmup_cosine, warmup_steps=self.warmup_steps, decay_steps=decay_steps, min_ratio=self.min_lr_ratio)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, shape), "interval": "step"}}
 
 

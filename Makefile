@@ -1,0 +1,28 @@
+# `make demo` and `make test` do all of their own set-up: a virtual environment, the tested torch, then this package.
+VENV ?= .venv
+PYTHON ?= python3.11
+BIN := $(VENV)/bin
+READY := $(VENV)/.lightning-par-ready
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test test-slow lint
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,dev]"
+	touch $@
+
+demo: $(READY)
+	$(BIN)/lightning-par train experiment=demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -m slow || test $$? -eq 5  # 5: no test is marked slow
+
+lint: $(READY)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
