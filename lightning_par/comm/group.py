@@ -1,0 +1,174 @@
+"""Group: ranks that communicate. A group of one is a no-op, decided here and nowhere else.
+
+Note [Reductions on gloo]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+gloo's reduce_scatter puts as many bytes on the wire as its all_reduce, twice what is needed, and copies its input in the calling
+thread. So on gloo reduce_scatter is an all-to-all of the slices, summed in rank order by whoever waits; all_gather is sends and
+receives straight into the output's slices. NCCL keeps its native calls. Mean is never asked of a backend (gloo has summed where
+AVG was meant, pytorch#162338): callers divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_par.comm.trace import Trace
+
+T = TypeVar("T")
+Op = Literal["sum", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Work(Protocol):
+    """Communication under way. ``wait`` makes its result usable by what the caller runs next (on CUDA: on the current stream)."""
+
+    def wait(self) -> object: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing was sent."""
+
+
+DONE: Work = _Done()
+
+
+class _Works:
+    """Several pieces of communication, and what is to be computed once they are there. Waiting twice is harmless."""
+
+    def __init__(self, works: list[Work], then: Callable[[], object] | None = None) -> None:
+        self._works, self._then = works, then
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._then is not None:
+            self._then()
+        self._works, self._then = [], None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along one axis (or several) of the mesh, as this rank sees them.
+
+    Every method but the properties must be called by all ranks of the group, in the same order.
+
+    Args:
+        name: the axes, for traces and messages.
+        ranks: global ranks, in the order of their index.
+        index: this rank's place among them.
+        handle: torch's process group; None for a group of one.
+        trace: where calls are recorded.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    handle: dist.ProcessGroup | None = None
+    trace: Trace = field(default_factory=Trace, repr=False, compare=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def _is_gloo(self) -> bool:
+        return self.size > 1 and dist.get_backend(self.handle) == "gloo"
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False) -> Work:
+        """Combine ``tensor`` over the group, in place, on every rank."""
+        if self.size == 1:
+            return DONE
+        self.trace.add("all_reduce", self.name, 2 * tensor.numel() * (self.size - 1) // self.size, tensor)
+        return dist.all_reduce(tensor, _OPS[op], group=self.handle, async_op=async_op) or DONE
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, *, async_op: bool = False) -> Work:
+        """Sum ``whole`` (size · out.numel() elements, flat) over the group; rank i keeps slice i in ``out``.
+
+        ``out`` may be this rank's slice of ``whole``; the other slices of ``whole`` are left as they are.
+        """
+        if self.size == 1:
+            if out.data_ptr() != whole.data_ptr():
+                out.copy_(whole)
+            return DONE
+        self.trace.add("reduce_scatter", self.name, out.numel() * (self.size - 1), out)
+        if self._is_gloo:
+            work: Work = self._reduce_by_exchange(out, whole)
+        else:
+            work = dist.reduce_scatter_tensor(out, whole, group=self.handle, async_op=True)
+        return _started(work, async_op)
+
+    def all_gather(self, whole: Tensor, mine: Tensor, *, async_op: bool = False) -> Work:
+        """Fill ``whole`` (size · mine.numel() elements, flat) with every rank's ``mine``, in rank order.
+
+        ``mine`` may be this rank's slice of ``whole``.
+        """
+        if self.size == 1:
+            if mine.data_ptr() != whole.data_ptr():
+                whole.copy_(mine)
+            return DONE
+        self.trace.add("all_gather", self.name, mine.numel() * (self.size - 1), mine)
+        if self._is_gloo:
+            work: Work = self._gather_by_exchange(whole, mine)
+        else:
+            work = dist.all_gather_into_tensor(whole, mine, group=self.handle, async_op=True)
+        return _started(work, async_op)
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, async_op: bool = False) -> Work:
+        """Overwrite ``tensor`` with that of the rank at index ``source``."""
+        if self.size == 1:
+            return DONE
+        self.trace.add("broadcast", self.name, tensor.numel() * (self.size - 1) if self.index == source else 0, tensor)
+        return dist.broadcast(tensor, self.ranks[source], group=self.handle, async_op=async_op) or DONE
+
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        """The value of the rank at index ``source`` (pickled: for settings and names, not for the training step)."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, self.ranks[source], group=self.handle)
+        return box[0]
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Every rank's value, in index order, on every rank (pickled)."""
+        if self.size == 1:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group has come here."""
+        if self.size > 1:
+            dist.barrier(group=self.handle)
+
+    def _reduce_by_exchange(self, out: Tensor, whole: Tensor) -> Work:
+        """See Note [Reductions on gloo]."""
+        slices = whole.view(self.size, -1)
+        received = torch.empty_like(slices)
+        work = dist.all_to_all_single(received, slices, group=self.handle, async_op=True)
+        return _Works([work], lambda: torch.sum(received, dim=0, out=out))
+
+    def _gather_by_exchange(self, whole: Tensor, mine: Tensor) -> Work:
+        """See Note [Reductions on gloo]."""
+        slices = whole.view(self.size, -1)
+        others = [(self.index + step) % self.size for step in range(1, self.size)]
+        ops = [dist.P2POp(dist.irecv, slices[i], self.ranks[i], self.handle) for i in others]
+        ops += [dist.P2POp(dist.isend, mine, self.ranks[i], self.handle) for i in reversed(others)]
+        works = dist.batch_isend_irecv(ops)
+        if mine.data_ptr() != slices[self.index].data_ptr():
+            slices[self.index].copy_(mine)
+        return _Works(works)
+
+
+def _started(work: Work, async_op: bool) -> Work:
+    if async_op:
+        return work
+    work.wait()
+    return DONE

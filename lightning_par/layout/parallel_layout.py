@@ -1,0 +1,151 @@
+"""ParallelLayout: the degrees of every axis, and every rule they must keep, checked before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+ZERO_STAGES = (0, 1)
+SCHEDULES = ("gpipe", "1f1b")
+
+
+class LayoutError(ValueError):
+    """A layout that cannot run; the message lists every violation with its numbers and a way out."""
+
+    def __init__(self, violations: list[str]) -> None:
+        count = "1 reason" if len(violations) == 1 else f"{len(violations)} reasons"
+        super().__init__(f"this parallel layout cannot run, for {count}:\n" + "\n".join(f"  - {v}" for v in violations))
+        self.violations = violations
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the rules need to know of a model and its data; None where it is not known (that rule is then skipped)."""
+
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    vocab: int | None = None
+    sequence: int | None = None  # tokens of the shortest sample
+    batch: int | None = None  # samples of one replica's batch
+
+    def __or__(self, other: ModelFacts) -> ModelFacts:
+        """These facts, completed by ``other`` where they are None."""
+        return replace(other, **{name: value for name, value in vars(self).items() if value is not None})
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How many ways each axis is cut. World size = dp · cp · tp · pp.
+
+    Args:
+        dp: data-parallel replicas; ``"auto"`` = world / (tp · pp · cp).
+        tp: tensor-parallel degree (ranks that share each matrix).
+        pp: pipeline-parallel degree (ranks that share the layers).
+        cp: context-parallel degree (ranks that share each sequence).
+        zero: 0 bucketed all-reduce · 1 optimizer states sharded over dp · cp.
+        schedule: order of the pipeline's forwards and backwards, ``gpipe`` or ``1f1b``.
+        microbatches: pieces a pipeline cuts each batch into; None = pp, at most the batch size.
+    """
+
+    dp: int | Literal["auto"] = "auto"
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+
+    def __post_init__(self) -> None:
+        if violations := self._own_violations():
+            raise LayoutError(violations)
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one replica together."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def world(self) -> int:
+        """Ranks in all; the layout must be resolved."""
+        assert isinstance(self.dp, int), "resolve() the layout first"
+        return self.dp * self.model_ranks
+
+    def resolve(self, world: int, facts: ModelFacts | None = None) -> ParallelLayout:
+        """This layout with ``dp`` a number, or a LayoutError that names every rule broken at this world size and model."""
+        if violations := self.violations(world, facts):
+            raise LayoutError(violations)
+        return replace(self, dp=world // self.model_ranks)
+
+    def violations(self, world: int, facts: ModelFacts | None = None) -> list[str]:
+        """Every rule this layout breaks, one sentence each with its numbers and a way out."""
+        facts = facts or ModelFacts()
+        return self._world_violations(world) + self._model_violations(facts) + self._data_violations(facts)
+
+    def microbatches_for(self, batch: int) -> int:
+        """Pieces a pipeline cuts a batch of this many samples into."""
+        return min(self.microbatches or self.pp, max(batch, 1))
+
+    def _own_violations(self) -> list[str]:
+        found = []
+        for axis in ("dp", "tp", "pp", "cp"):
+            degree = getattr(self, axis)
+            if not (axis == "dp" and degree == "auto") and not _positive(degree):
+                found.append(f"{axis}={degree!r}: a degree is a whole number of at least 1" + (', or "auto"' if axis == "dp" else ""))
+        if self.zero not in ZERO_STAGES or isinstance(self.zero, bool):
+            found.append(f"zero={self.zero!r}: choose one of {', '.join(map(str, ZERO_STAGES))}")
+        if self.schedule not in SCHEDULES:
+            found.append(f"schedule={self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
+        if self.microbatches is not None and not _positive(self.microbatches):
+            found.append(f"microbatches={self.microbatches!r}: give a whole number of at least 1, or None for one a stage")
+        elif self.microbatches is not None and self.pp == 1:
+            found.append(f"microbatches={self.microbatches} with pp=1: only a pipeline cuts batches; leave it None or raise pp")
+        return found
+
+    def _world_violations(self, world: int) -> list[str]:
+        degrees = f"tp={self.tp} · pp={self.pp} · cp={self.cp}"
+        if self.dp == "auto":
+            if world % self.model_ranks:
+                return [
+                    f"world size {world} is not a multiple of {degrees} = {self.model_ranks}: start "
+                    f"{_near_multiples(world, self.model_ranks)} ranks, or lower a degree"
+                ]
+        elif self.world != world:
+            return [f"dp={self.dp} · {degrees} = {self.world} ranks, but {world} run: start {self.world} ranks, or leave dp at auto"]
+        return []
+
+    def _model_violations(self, facts: ModelFacts) -> list[str]:
+        found = []
+        if facts.layers is not None and self.pp > facts.layers:
+            found.append(f"pp={self.pp} needs at least {self.pp} layers, but the model has {facts.layers}: lower pp to {facts.layers} or less")
+        for key, count in (("attention heads", facts.heads), ("key-value heads", facts.kv_heads)):
+            if count is not None and count % self.tp:
+                found.append(f"tp={self.tp} does not divide the model's {count} {key}: choose tp among {_divisors(count)}")
+        if facts.vocab is not None and self.tp > facts.vocab:
+            found.append(f"tp={self.tp} is more than the vocabulary of {facts.vocab}: lower tp")
+        return found
+
+    def _data_violations(self, facts: ModelFacts) -> list[str]:
+        found = []
+        if facts.sequence is not None and facts.sequence < self.cp:
+            found.append(f"cp={self.cp} leaves ranks without a token of a sequence of {facts.sequence}: lower cp to {facts.sequence} or less")
+        if facts.batch is not None and self.microbatches is not None and self.microbatches > facts.batch:
+            found.append(
+                f"microbatches={self.microbatches} cannot be cut from a replica's batch of {facts.batch} samples: "
+                f"choose at most {facts.batch}, or raise the batch size"
+            )
+        return found
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+
+
+def _near_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
