@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-import lightning_par
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+import lightning_par
 
 
 class LightningParSearchPath(SearchPathPlugin):

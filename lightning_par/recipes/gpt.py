@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +110,7 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """`labels` are the inputs again (the model shifts them); `shift_labels` are shifted already, and win. -100 is ignored."""
 
-    tp_plan = {
+    tp_plan: ClassVar[dict[str, str]] = {
         "embed": "embedding_rowwise",
         "layers.*.attention.q_proj": "colwise",
         "layers.*.attention.k_proj": "colwise",

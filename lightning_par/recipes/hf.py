@@ -28,10 +28,9 @@ class HFCausalLM(CausalLMModule):
         decay_steps: int | None = None,
         min_lr_ratio: float = 0.1,
     ) -> None:
-
+        config = hf_config(model)
         from transformers import AutoModelForCausalLM
 
-        config = hf_config(model)
         if isinstance(model, str):
             network = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
         else:
