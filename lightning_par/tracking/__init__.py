@@ -1,0 +1,1 @@
+"""Where metrics go. Only this package imports wandb."""
