@@ -42,7 +42,7 @@ def violations(module: nn.Module, plan: Mapping[str, str], size: int) -> list[st
 
 def _pattern(name: str) -> str:
     """The name as a plan would write it: ``layers.3.norm`` -> ``layers.*.norm``."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) or "the module itself"
 
 
 def _of_module(module: nn.Module, name: str, word: str, size: int) -> list[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    tp_plan = {"up": "colwise", "down": "rowwise"}
+    tp_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
 
     def __init__(self, width: int = 10, ffn: int = 37, bias: bool = True) -> None:
         super().__init__()
@@ -21,7 +23,7 @@ class MLP(nn.Module):
 class GatheredMLP(MLP):
     """What lies between sees the whole activation (it mixes the features)."""
 
-    tp_plan = {"up": "colwise_gather_output", "down": "rowwise_split_input"}
+    tp_plan: ClassVar = {"up": "colwise_gather_output", "down": "rowwise_split_input"}
 
     def __init__(self, width: int = 10, ffn: int = 37, bias: bool = True) -> None:
         super().__init__(width, ffn, bias)
