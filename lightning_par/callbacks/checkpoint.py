@@ -30,4 +30,4 @@ class SaveLast(Checkpoint):
     def _save(self, trainer: L.Trainer) -> None:
         if self._saved_step != trainer.global_step and not trainer.fast_dev_run:
             self._saved_step = trainer.global_step
-            trainer.save_checkpoint(self.path)
+            trainer.save_checkpoint(self.path, weights_only=False)

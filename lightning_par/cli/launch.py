@@ -15,6 +15,7 @@ import logging.config
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import signal
 import sys
 import traceback
 import uuid
@@ -121,17 +122,22 @@ def _start_ranks(job: Job) -> dict[str, float]:
     try:
         return elastic_launch(launch, run_rank)(job)[0]
     except ChildFailedError as error:
-        sys.exit(_obituary(job, error.failures))
+        obituary = _obituary(job, error.failures)
     finally:
         logging.disable(logging.NOTSET)
+    sys.exit(obituary)
 
 
 def _obituary(job: Job, failures: Mapping[int, Any]) -> str:
-    record = _error_file(job)
-    if record.exists():
-        return f"lightning-par train: the job has failed; the first error stands above and in {record}"
-    deaths = ", ".join(f"rank {rank} with exit code {failure.exitcode}" for rank, failure in sorted(failures.items()))
-    return f"lightning-par train: the job has failed: ranks died without a word ({deaths}); a negative code is a signal, -9 often memory"
+    """Ranks that end by an error of their own leave with 1 and have said why; any other code means that they could not."""
+    said = ["the job has failed"]
+    silent = {rank: failure.exitcode for rank, failure in sorted(failures.items()) if failure.exitcode not in (1, -signal.SIGTERM)}
+    said += [f"rank {rank} died without a word, with exit code {code}" for rank, code in silent.items()]
+    if any(code < 0 for code in silent.values()):
+        said.append("a negative code is a signal; -9 is often the system running out of memory")
+    if _error_file(job).exists():
+        said.append(f"the first error stands above and in {_error_file(job)}")
+    return "lightning-par train: " + "; ".join(said)
 
 
 # ---- somebody else started them
@@ -227,7 +233,7 @@ def _first_error_speaks(record: Path) -> Iterator[None]:
                 file.write(f"rank {rank} failed:\n{traceback.format_exc()}")
             sys.stderr.write(f"\n{record.read_text()}")
         except FileExistsError:
-            sys.stderr.write(f"rank {rank} ended too: {type(error).__name__}: {str(error).splitlines()[:1]}\n")
+            sys.stderr.write(f"rank {rank} ended too: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}\n")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -4,7 +4,7 @@ Note [the same batches everywhere]
 Training sample i is a window at an offset that depends on (seed, i) alone, and step s takes samples s*batch_size ...
 (s+1)*batch_size - 1, where `batch_size` is the global one. Replica r of n reads samples r, r+n, r+2n, ... of that range. So any
 number of replicas sees the same global batches in the same order, and so does a run that goes on from a checkpoint: the loader's
-state, which Lightning saves, is how many batches it has given out. A later epoch goes on counting i: its windows are new ones.
+state, which Lightning saves, is how many batches it has given out. Epochs only group them: the next one brings new windows.
 """
 
 from __future__ import annotations
@@ -142,45 +142,44 @@ def _sample(tokens: np.ndarray, start: int, length: int) -> Sample:
 
 
 class WindowSampler(DistributedSampler[Sample]):
-    """Gives this replica's sample numbers, counting on from epoch to epoch; see Note [the same batches everywhere].
+    """Numbers this replica's samples from `first` on; see Note [the same batches everywhere].
 
-    A DistributedSampler, so that Lightning leaves it as it is and tells it the epoch.
+    A DistributedSampler, so that Lightning leaves it as it is; the epoch that Lightning tells it has no effect.
     """
 
     def __init__(self, samples: int, *, num_replicas: int, rank: int) -> None:
         super().__init__(range(samples), num_replicas=num_replicas, rank=rank, shuffle=False)
-        self.samples = samples
-        self.skip = 0  # of this replica's samples of the epoch
+        self.samples = samples  # of all replicas together, in an epoch
+        self.first = 0
 
     @override
     def __iter__(self) -> Iterator[int]:
-        start = self.epoch * self.samples
-        return iter(range(start + self.rank + self.skip * self.num_replicas, start + self.samples, self.num_replicas))
+        return iter(range(self.first + self.rank, self.first + self.samples, self.num_replicas))
 
 
 class ResumableLoader(DataLoader[Sample]):
-    """A loader over a WindowSampler with the `state_dict` that Lightning saves: an epoch goes on where its checkpoint left it."""
+    """A loader over a WindowSampler that counts the batches it has given out, and always goes on with the next one.
+
+    The count is the state that Lightning saves and restores. It is no place inside an epoch: Lightning's own count of epochs steps
+    forward when `max_steps` ends a fit early, so it would not do.
+    """
 
     def __init__(self, dataset: RandomWindows, batch_size: int, *, sampler: WindowSampler, num_workers: int) -> None:
         super().__init__(dataset, batch_size, sampler=sampler, num_workers=num_workers)
-        self._epoch = self._drawn = 0
+        self._drawn = 0
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        # A generator: it reads the sampler's epoch at its first batch, which is after Lightning has set it.
-        if self._epoch != self.sampler.epoch:
-            self._epoch, self._drawn = self.sampler.epoch, 0
-        self.sampler.skip = self._drawn * self.batch_size
+        self.sampler.first = self._drawn * self.batch_size * self.sampler.num_replicas
         for batch in super().__iter__():
             self._drawn += 1
             yield batch
-        self._drawn = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "drawn": self._drawn}
+        return {"drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._epoch, self._drawn = state["epoch"], state["drawn"] % len(self)
+        self._drawn = state["drawn"]
 
 
 def text_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
