@@ -1,0 +1,27 @@
+"""Parallel training strategies for PyTorch Lightning: any mix of data, ZeRO, tensor, pipeline and context parallelism, same numbers."""
+
+from lightning_par.layout import LayoutError, ParallelLayout
+from lightning_par.precision import ParallelPrecision
+from lightning_par.strategy import (
+    ContextParallelStrategy,
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+    register,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ContextParallelStrategy",
+    "HybridParallelStrategy",
+    "LayoutError",
+    "ParallelLayout",
+    "ParallelPrecision",
+    "PipelineParallelStrategy",
+    "TensorParallelStrategy",
+    "ZeROStrategy",
+]
+
+register()

@@ -20,6 +20,7 @@ class Mesh:
         pp, dp, cp, tp: the ranks along one axis.
         data: over dp · cp, where gradients are reduced and ZeRO shards.
         model: over pp · tp, the ranks that hold different parameters for the same data.
+        batch: over pp · dp · cp, the ranks that see one global batch together, at one tp index.
         world: every rank.
     """
 
@@ -31,6 +32,7 @@ class Mesh:
     tp: Group
     data: Group
     model: Group
+    batch: Group
     world: Group
     trace: Trace = field(repr=False)
 
@@ -61,6 +63,7 @@ class Mesh:
             tp=group("tp"),
             data=group("dp", "cp"),
             model=group("pp", "tp"),
+            batch=group("pp", "dp", "cp"),
             world=group(*AXES),
             trace=trace,
         )

@@ -118,7 +118,9 @@ class ParallelLayout:
     def _model_violations(self, facts: ModelFacts) -> list[str]:
         found = []
         if facts.layers is not None and self.pp > facts.layers:
-            found.append(f"pp={self.pp} needs at least {self.pp} layers, but the model has {facts.layers}: lower pp to {facts.layers} or less")
+            found.append(
+                f"pp={self.pp} needs at least {self.pp} layers, but the model has {facts.layers}: lower pp to {facts.layers} or less"
+            )
         for key, count in (("attention heads", facts.heads), ("key-value heads", facts.kv_heads)):
             if count is not None and count % self.tp:
                 found.append(f"tp={self.tp} does not divide the model's {count} {key}: choose tp among {_divisors(count)}")
@@ -129,7 +131,9 @@ class ParallelLayout:
     def _data_violations(self, facts: ModelFacts) -> list[str]:
         found = []
         if facts.sequence is not None and facts.sequence < self.cp:
-            found.append(f"cp={self.cp} leaves ranks without a token of a sequence of {facts.sequence}: lower cp to {facts.sequence} or less")
+            found.append(
+                f"cp={self.cp} leaves ranks without a token of a sequence of {facts.sequence}: lower cp to {facts.sequence} or less"
+            )
         if facts.batch is not None and self.microbatches is not None and self.microbatches > facts.batch:
             found.append(
                 f"microbatches={self.microbatches} cannot be cut from a replica's batch of {facts.batch} samples: "

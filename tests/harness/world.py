@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -20,7 +21,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ["pytest", "torch.distributed.tensor", "torch.distributed.checkpoint", "lightning.pytorch", "lightning_par", "tests.harness.world"]
+PRELOAD = [
+    "pytest",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "lightning.pytorch",
+    "lightning_par",
+    "tests.harness.world",
+]
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
@@ -76,7 +84,7 @@ def _collect(pipes: list[Connection], ranks: list[Any], folder: Path, timeout: f
             break
         for rank in [r for r, pipe in pending.items() if pipe in ready]:
             try:
-                ok, value = pending.pop(rank).recv()
+                ok, value = pickle.loads(pending.pop(rank).recv_bytes())
             except EOFError:
                 ranks[rank].join(1)
                 ok, value = False, f"died with exit code {ranks[rank].exitcode}"
@@ -122,7 +130,7 @@ def _rank_main(rank: int, size: int, folder: str, pipe: Connection, fn: Callable
         except BaseException:
             answer = False, traceback.format_exc()
         try:
-            pipe.send(answer)
+            pipe.send_bytes(pickle.dumps(answer))  # by value: torch's own reduction shares memory with a process that ends here
         except Exception:
-            pipe.send((False, f"the result cannot be pickled:\n{traceback.format_exc()}"))
+            pipe.send_bytes(pickle.dumps((False, f"the result cannot be pickled:\n{traceback.format_exc()}")))
         os._exit(0)  # skip gloo's teardown and the interpreter's exit: 10 ms a rank

@@ -1,0 +1,135 @@
+"""The native checkpoint: a folder written by all ranks together, complete only once it has its name.
+
+Note [A complete folder]
+~~~~~~~~~~~~~~~~~~~~~~~~
+::
+
+    last/
+      .metadata, __0_0.distcp, __1_0.distcp, ...   torch.distributed.checkpoint: every tensor, as boxes of the whole
+      meta.pt                                      everything else, in plain containers
+
+Ranks write into ``last.partial``; when all have written, rank 0 adds ``meta.pt`` and renames the folder to ``last``. So a folder under
+its own name is complete, and one called ``*.partial`` never is. If ``last`` exists, it is first renamed to ``last.replaced`` and
+deleted once the new one has its name: at every moment one of them is complete, and reading falls back on ``last.replaced``.
+
+Nothing in the folder depends on the layout: tensors are named and shaped as in the user's whole module.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_par.checkpoint.shard import Shard
+from lightning_par.comm import Group
+
+META, PARTIAL, REPLACED = "meta.pt", ".partial", ".replaced"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be read or written; the message says which and why."""
+
+
+def save(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], meta: Mapping[str, Any], world: Group) -> None:
+    """Write ``tensors`` (each rank its parts) and ``meta`` (rank 0's). All ranks call. See Note [A complete folder].
+
+    Raises:
+        CheckpointError: on every rank, if any rank cannot write.
+    """
+    target = Path(folder)
+    partial = target.with_name(target.name + PARTIAL)
+    _on_rank_0(world, lambda: _begin(target, partial))
+    _everywhere(world, lambda: dcp.save(dict(tensors), checkpoint_id=partial, process_group=world.handle, no_dist=world.size == 1))
+    _on_rank_0(world, lambda: _complete(target, partial, meta))
+
+
+def is_native(folder: str | os.PathLike[str]) -> bool:
+    """Whether this is a complete checkpoint of ours."""
+    return _complete_folder(Path(folder)) is not None
+
+
+def read_meta(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The plain part, on CPU. Any rank may call alone."""
+    return torch.load(_require(folder) / META, map_location="cpu", weights_only=True)
+
+
+def read_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Whole shape and dtype of every tensor in the checkpoint. Any rank may call alone."""
+    metadata = dcp.FileSystemReader(_require(folder)).read_metadata().state_dict_metadata
+    return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def read_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Shard]) -> None:
+    """Fill the data of ``tensors``, whatever layout wrote them. Ranks read on their own: any rank may call alone.
+
+    Raises:
+        CheckpointError: a tensor is missing in the checkpoint, or has another shape there; all of them are named.
+    """
+    source, index = _require(folder), read_index(folder)
+    wanted = {name: shard for name, shard in tensors.items() if shard.spec.span.size}
+    faults = [f"{name} is missing" for name in wanted if name not in index]
+    for name, shard in wanted.items():
+        if name in index and tuple(index[name][0]) != shard.spec.shape:
+            faults.append(f"{name} has shape {tuple(index[name][0])}, but the model needs {shard.spec.shape}")
+    if faults:
+        raise CheckpointError(f"checkpoint {source} does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))
+    if wanted:
+        dcp.load(dict(wanted), checkpoint_id=source, no_dist=True)
+
+
+def _begin(target: Path, partial: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file: a checkpoint of ours is a folder; choose another path or delete the file")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _complete(target: Path, partial: Path, meta: Mapping[str, Any]) -> None:
+    with open(partial / META, "wb") as file:
+        torch.save(dict(meta), file)
+        file.flush()
+        os.fsync(file.fileno())
+    replaced = target.with_name(target.name + REPLACED)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
+    partial.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _complete_folder(folder: Path) -> Path | None:
+    for candidate in (folder, folder.with_name(folder.name + REPLACED)):
+        if (candidate / META).is_file() and (candidate / ".metadata").is_file() and not candidate.name.endswith(PARTIAL):
+            return candidate
+    return None
+
+
+def _require(folder: str | os.PathLike[str]) -> Path:
+    found = _complete_folder(Path(folder))
+    if found is None:
+        raise CheckpointError(f"{folder} is not a complete checkpoint of lightning_par (a folder with {META} and .metadata)")
+    return found
+
+
+def _everywhere(world: Group, action: Any) -> None:
+    """Run ``action`` on every rank; if it fails on one, all raise."""
+    error = None
+    try:
+        action()
+    except Exception as exception:
+        error = exception
+    failures = [(rank, text) for rank, text in enumerate(world.gather_objects(None if error is None else f"{error}")) if text is not None]
+    if failures:
+        listed = "\n".join(f"  - rank {rank}: {text}" for rank, text in failures)
+        raise CheckpointError(f"saving the checkpoint failed:\n{listed}") from error
+
+
+def _on_rank_0(world: Group, action: Any) -> None:
+    _everywhere(world, action if world.index == 0 else lambda: None)

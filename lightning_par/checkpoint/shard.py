@@ -1,0 +1,61 @@
+"""A rank's part of a tensor, in the words of ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from lightning_par.layout import Box, ShardSpec
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Flat data and what part of the whole it is. DCP saves and loads it box by box: see Note [Boxes of a shard].
+
+    Attributes:
+        spec: which part of the whole tensor.
+        data: contiguous, ``spec.span.size`` elements in any shape; loading writes into it.
+        writes: of all ranks that hold this part, this one saves it.
+    """
+
+    spec: ShardSpec
+    data: Tensor
+    writes: bool = True
+
+    @classmethod
+    def whole(cls, tensor: Tensor, *, writes: bool) -> Shard:
+        """All of a tensor that every rank holds."""
+        return cls(ShardSpec.whole(tensor), tensor.detach(), writes)
+
+    def _view(self, box: Box) -> Tensor:
+        return box.view(self.data.detach().view(-1))
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        if not self.writes:
+            return []
+        properties = TensorProperties.create_from_tensor(self.data)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(_chunk(box), properties, torch.Size(self.spec.shape)),
+            )
+            for box in self.spec.boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self.spec.boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for box in self.spec.boxes():
+            if torch.Size(box.offsets) == index.offset:
+                return self._view(box)
+        raise ValueError(f"no box at {index.offset} of {index.fqn} in {self.spec}")
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

@@ -1,0 +1,96 @@
+"""Turn a whole module into this rank's part of it.
+
+Note [The order of the axes]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every rank starts from the same whole module, so that the weights at step 0 do not depend on the layout:
+
+1. rank 0's weights go to all ranks;
+2. tp cuts matrices in place (it needs whole weights and whole ties);
+3. cp prepares attention (it changes no weight);
+4. pp drops the layers of other stages (last, since tp's plan names modules that may then be gone);
+5. once the part stands on its device, ZeRO lays its parameters out in flat buckets (in ``strategy.base``, with the optimizers).
+
+What each rank then holds is written down by ShardSpecs under the names that the whole module had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_par.comm import Mesh
+from lightning_par.context import prepare
+from lightning_par.layout import ShardSpec
+from lightning_par.pipeline import Pipeline
+from lightning_par.tensor import shard_module
+from lightning_par.zero import ParameterInfo
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """This rank's part of a module, and what it is a part of.
+
+    Attributes:
+        module: the user's module, cut in place.
+        parameters: what this rank holds of each parameter, by the first name it had in the whole module.
+        aliases: every name in the whole module's ``state_dict`` and the first name of what it stands for, in order.
+        buffers_elsewhere: buffers that an earlier pipeline stage holds as well, so that it saves them.
+        pipeline: the engine, when pp > 1.
+    """
+
+    module: nn.Module
+    mesh: Mesh
+    parameters: tuple[ParameterInfo, ...]
+    aliases: dict[str, str]
+    buffers_elsewhere: frozenset[str]
+    pipeline: Pipeline | None
+
+    def writes_buffer(self, name: str) -> bool:
+        """Of all stages that hold this buffer, this one saves it."""
+        return name not in self.buffers_elsewhere
+
+
+def assemble(module: nn.Module, mesh: Mesh, device: torch.device) -> Assembled:
+    """Cut ``module`` in place. Every rank calls, with the whole module. See Note [The order of the axes]."""
+    layout = mesh.layout
+    aliases = _aliases(module)
+    _broadcast(module, mesh, device)
+    specs = {name: ShardSpec.whole(param) for name, param in module.named_parameters()}
+    partial: set[str] = set()
+    if layout.tp > 1:
+        shards = shard_module(module, mesh.tp)
+        specs, partial = shards.specs, shards.partial
+    if layout.cp > 1:
+        prepare(module)
+    pipeline = Pipeline.split(module, mesh.pp, layout.schedule) if layout.pp > 1 else None
+    stages = pipeline.tied if pipeline else {}
+    names = pipeline.names if pipeline else {name: name for name, _ in module.named_parameters()}
+    infos = []
+    for local, param in module.named_parameters():
+        name = names[local]
+        whole_on_tp = specs[name].is_whole
+        counted = (mesh.tp.index == 0 or not whole_on_tp) and stages.get(name, (mesh.pp.index,))[0] == mesh.pp.index
+        infos.append(ParameterInfo(name, param, specs[name], stages.get(name, ()), name in partial, counted))
+    buffers = mesh.pp.gather_objects([name for name, _ in module.named_buffers()])
+    elsewhere = frozenset(name for stage in buffers[: mesh.pp.index] for name in stage)
+    return Assembled(module, mesh, tuple(infos), aliases, elsewhere, pipeline)
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Every key of the state dict, and the first key that names the same parameter or buffer."""
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters():
+        first[id(param)] = name
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    return {key: first.setdefault(id(tensors[key]), key) for key in module.state_dict() if key in tensors}
+
+
+def _broadcast(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Rank 0's parameters and buffers on every rank; through the communication device, wherever the module stands now."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        staged = tensor.detach().to(device).contiguous()
+        mesh.world.broadcast(staged)
+        if staged.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(staged)

@@ -1,0 +1,407 @@
+"""HybridParallelStrategy: any mix of data, ZeRO, tensor, pipeline and context parallelism for an unmodified LightningModule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_par.checkpoint import CheckpointError, Shard, collect, is_native, plain, read_index, read_meta, read_tensors, save
+from lightning_par.comm import Mesh
+from lightning_par.layout import LayoutError, ParallelLayout, RankGrid
+from lightning_par.precision import ParallelPrecision
+from lightning_par.strategy import seams, state
+from lightning_par.strategy.assemble import Assembled, assemble
+from lightning_par.strategy.facts import model_facts
+from lightning_par.strategy.steps import StepRunner
+from lightning_par.zero import DataParallel, ModelGradients, ReduceGroups
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class HybridParallelStrategy(ParallelStrategy):
+    """Trains one LightningModule, written for one device, under a parallel layout.
+
+    Args:
+        layout: the degrees of all axes; or give its fields as keywords.
+        timeout: of a collective: how long a rank waits for the others.
+        layout_fields: the fields of ``ParallelLayout``: dp, tp, pp, cp, zero, schedule, microbatches.
+
+    Raises:
+        LayoutError: for a layout that cannot run, with every reason: at once where the fields alone tell, and when a run starts, before
+            any process is started or joined, where the world size or the model tell.
+
+    Example::
+
+        Trainer(devices=4, strategy=HybridParallelStrategy(tp=2, pp=2))
+    """
+
+    def __init__(self, layout: ParallelLayout | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT, **layout_fields: Any) -> None:
+        super().__init__()
+        self.requested = _layout_of(layout, layout_fields)
+        self.timeout = timeout
+        self.num_nodes = 1
+        self._mesh: Mesh | None = None
+        self._assembled: Assembled | None = None
+        self._runner: StepRunner | None = None
+        self._data_parallel: DataParallel | None = None
+
+    # --- where this rank stands --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives dataloaders a distributed sampler."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout with ``dp`` resolved for this world."""
+        return self.requested.resolve(self.num_nodes * self.num_processes)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The process groups; there once the Trainer has set up its environment."""
+        if self._mesh is None:
+            raise RuntimeError("the mesh is there once the Trainer runs (fit, validate, test or predict)")
+        return self._mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Samples are divided over the dp replicas: all ranks of a replica get the same batch."""
+        layout = self.layout
+        return {"num_replicas": layout.dp, "rank": RankGrid(layout).coordinates(self.global_rank)["dp"]}
+
+    def set_world_ranks(self) -> None:
+        """Lightning calls this when it knows devices and nodes."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        seams.set_logged_rank(self.global_rank)
+
+    # --- start -------------------------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = seams.CheckedLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self._check)
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        """Before any process starts: every rule of the layout, and what a LightningModule must not do under it."""
+        module = self.lightning_module
+        facts = model_facts(module, trainer.datamodule) if module is not None else None
+        violations = self.requested.violations(self.num_nodes * self.num_processes, facts)
+        if module is not None and self._fits(trainer):
+            violations += _loop_violations(self.requested, module)
+        if trainer.state.fn == TrainerFn.PREDICTING and self.requested.cp > 1:
+            violations.append(f"predict with cp={self.requested.cp}: outputs of context shards are not joined; use a layout with cp=1")
+        if violations:
+            raise LayoutError(violations)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        seams.reset_seed()
+        self.set_world_ranks()
+        seams.join_world(self.cluster_environment, self.root_device, self.timeout)
+        if self._mesh is None:
+            self._mesh = Mesh.build(self.layout, self.root_device.type)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        if self._assembled is None or self._assembled.module is not module:
+            self._check(trainer)
+            self.precision_plugin.convert_module(module)
+            self._assembled = assemble(module, self.mesh, self.root_device)
+        self.model = module
+        self.model_to_device()
+        self._runner = StepRunner(module, self.mesh, self._assembled.pipeline, self.root_device)
+        self.precision_plugin.use(self.root_device, None)
+        if self._fits(trainer):
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        mesh = self.mesh
+        groups = ReduceGroups(data=mesh.data, replicas=mesh.layout.dp, pp=mesh.pp, tp=mesh.tp)
+        self._data_parallel = DataParallel(self._part.parameters, groups, stage=mesh.layout.zero)
+        for optimizer in self.optimizers:
+            self._data_parallel.attach(optimizer)
+        self.precision_plugin.use(self.root_device, self._gradients)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(self._launcher, seams.CheckedLauncher):
+            self._launcher.end_others()
+
+    @override
+    def teardown(self) -> None:
+        if self._data_parallel is not None:
+            self._data_parallel.close()
+            self._data_parallel = None
+        super().teardown()
+
+    @property
+    @override
+    def precision_plugin(self) -> ParallelPrecision:
+        return self._precision_plugin if self._precision_plugin is not None else ParallelPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else ParallelPrecision.of(precision_plugin)
+
+    # --- steps -------------------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        step, context = self.lightning_module.training_step, self.precision_plugin.train_step_context
+        if self._part.pipeline is None:
+            return self.runner.train(step, context, args, kwargs)
+        trainer, data_parallel = self.lightning_module.trainer, self.data_parallel
+        if seams.zeroes_gradients(trainer, self._batch_idx):
+            data_parallel.clear()
+        loss = self.runner.train_pipeline(step, context, data_parallel, args, kwargs, multiplier=seams.backward_multiplier(trainer))
+        data_parallel.withhold()
+        return loss
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._batch_idx = batch_idx
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward, then the reduction of gradients over all axes, then ``on_after_backward``: hooks see reduced gradients."""
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        with self.runner.attention():
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        self.data_parallel.restore()
+        self.data_parallel.finish()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.data_parallel.no_sync():
+            yield
+
+    def grad_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+        """The norm of the whole model's gradient, before clipping if asked in ``on_before_optimizer_step``. All ranks call."""
+        return self._gradients.norm(optimizer, norm_type)
+
+    @property
+    def _gradients(self) -> ModelGradients:
+        mesh = self.mesh
+        return ModelGradients(self.data_parallel, (mesh.world if self.data_parallel.disjoint else mesh.model,), self.root_device)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self.runner.evaluate(self.lightning_module.validation_step, self.precision_plugin.val_step_context, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self.runner.evaluate(self.lightning_module.test_step, self.precision_plugin.test_step_context, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.runner.evaluate(self.lightning_module.predict_step, self.precision_plugin.predict_step_context, args, kwargs)
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        """The gradient buckets; there while fitting."""
+        if self._data_parallel is None:
+            raise RuntimeError("there are gradients only while the Trainer fits")
+        return self._data_parallel
+
+    @property
+    def runner(self) -> StepRunner:
+        assert self._runner is not None, "set up first"
+        return self._runner
+
+    @property
+    def _part(self) -> Assembled:
+        assert self._assembled is not None, "set up first"
+        return self._assembled
+
+    # --- communication that Lightning asks for -----------------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Combine a value over the data-parallel replicas: ranks of one replica hold the same one (context shards: their mean).
+
+        ``reduce_op``: mean (of integers too: a float), sum, min or max.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        mesh, name = self.mesh, str(getattr(reduce_op, "name", reduce_op)).lower()
+        if name in ("min", "max"):
+            result = tensor.clone()
+            mesh.data.all_reduce(result, name)
+            return result
+        result = tensor.clone() if tensor.is_floating_point() else tensor.double() if name in ("mean", "avg") else tensor.clone()
+        mesh.data.all_reduce(result)
+        parts = mesh.data.size if name in ("mean", "avg") else mesh.cp.size
+        return result / parts if result.is_floating_point() else result // parts
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        self.mesh.world.all_reduce(votes, "min" if all else "max")
+        return bool(votes)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._mesh is not None:
+            self._mesh.world.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._mesh.world.broadcast_object(obj, src) if self._mesh is not None else obj
+
+    # --- state -------------------------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """The whole module's parameters and buffers on CPU, under its original names, on rank 0; None elsewhere. All ranks call."""
+        whole = collect(state.module_shards(self._part), self.mesh.world, self.root_device)
+        return None if whole is None else {name: whole[first] for name, first in self._part.aliases.items()}
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Shard]:
+        return state.module_shards(self._part)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        index = self.optimizers.index(optimizer)
+        return {
+            "shards": state.optimizer_shards(optimizer, index, self.data_parallel, self.mesh),
+            "meta": state.optimizer_meta(optimizer, self.data_parallel, self.mesh),
+        }
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None) -> None:
+        """Write a sharded folder; all ranks call. See Note [A complete folder] in ``checkpoint.native``."""
+        if storage_options is not None:
+            raise TypeError("storage_options are for a CheckpointIO plugin; this strategy writes its own sharded folders")
+        tensors = {f"{state.MODEL}.{name}": shard for name, shard in checkpoint.pop("state_dict").items()}
+        optimizers = checkpoint.pop("optimizer_states", [])
+        for optimizer in optimizers:
+            tensors |= optimizer["shards"]
+        tensors |= state.rng_shards(self.global_rank)
+        dropped: list[str] = []
+        meta = plain(checkpoint | {"optimizer_states": [optimizer["meta"] for optimizer in optimizers]}, dropped)
+        if dropped:
+            rank_zero_warn(f"not saved in {filepath}, since they are no plain data: {', '.join(dropped)}")
+        meta["layout"] = vars(self.layout) | {"world": self.world_size}
+        save(filepath, tensors, meta, self.mesh.world)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        """The plain part of a native folder; ``load_model_state_dict`` and ``load_optimizer_state_dict`` read the tensors."""
+        found = self.mesh.world.gather_objects(is_native(checkpoint_path))
+        if not all(found):
+            missing = [rank for rank, there in enumerate(found) if not there]
+            raise CheckpointError(
+                f"ckpt_path={str(checkpoint_path)!r} is not a complete lightning_par checkpoint folder as ranks {missing} see it: "
+                "give the path of one, on storage that every rank reaches"
+            )
+        return {"state_dict": {}} | read_meta(checkpoint_path) | {_FOLDER: os.fspath(checkpoint_path)}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        folder, shards = checkpoint[_FOLDER], {f"{state.MODEL}.{n}": s for n, s in state.module_shards(self._part).items()}
+        stored = read_index(folder)
+        if strict:
+            ours = self.mesh.world.gather_objects(list(shards))
+            unexpected = [name for name in stored if name.startswith(f"{state.MODEL}.") and not any(name in names for names in ours)]
+            if unexpected:
+                raise CheckpointError(f"checkpoint {folder} holds weights that the model has not: {', '.join(unexpected)}")
+        else:
+            shards = {name: shard for name, shard in shards.items() if name in stored}
+        read_tensors(folder, shards)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        folder, metas = checkpoint[_FOLDER], checkpoint["optimizer_states"]
+        if len(metas) != len(self.optimizers):
+            raise CheckpointError(
+                f"checkpoint {folder} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}"
+            )
+        stored = read_index(folder)
+        for index, (optimizer, meta) in enumerate(zip(self.optimizers, metas, strict=True)):
+            read_tensors(folder, state.empty_optimizer_state(optimizer, index, self.data_parallel, stored))
+            state.apply_optimizer_meta(optimizer, meta, self.data_parallel)
+        self._restore_rng(folder, checkpoint)
+
+    def _restore_rng(self, folder: str, checkpoint: Mapping[str, Any]) -> None:
+        saved, now = checkpoint["layout"], vars(self.layout) | {"world": self.world_size}
+        if saved != now:
+            rank_zero_warn(f"checkpoint {folder} was written under another layout ({saved}): random generators start from the seed again")
+            return
+        shards = state.rng_shards(self.global_rank)
+        stored = read_index(folder)
+        if all(name in stored for name in shards):
+            read_tensors(folder, shards)
+            state.restore_rng(shards, self.global_rank)
+
+    @staticmethod
+    def _fits(trainer: pl.Trainer) -> bool:
+        return trainer.state.fn == TrainerFn.FITTING
+
+
+_FOLDER = "lightning_par_folder"
+
+
+def _layout_of(layout: ParallelLayout | None, fields: dict[str, Any]) -> ParallelLayout:
+    known = ParallelLayout.__dataclass_fields__
+    if unknown := [name for name in fields if name not in known]:
+        raise TypeError(f"unknown layout fields {', '.join(unknown)}: choose among {', '.join(known)}")
+    return replace(layout, **fields) if layout is not None else ParallelLayout(**fields)
+
+
+def _loop_violations(layout: ParallelLayout, module: pl.LightningModule) -> list[str]:
+    if layout.pp > 1 and not module.automatic_optimization:
+        return [f"manual optimization with pp={layout.pp}: the schedule runs backward itself; set automatic_optimization=True, or pp=1"]
+    return []

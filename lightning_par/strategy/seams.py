@@ -1,0 +1,58 @@
+"""The only place that knows Lightning's private names. When Lightning moves, this file moves."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
+
+__all__ = ["CheckedLauncher", "backward_multiplier", "join_world", "reset_seed", "set_logged_rank", "zeroes_gradients"]
+
+
+class CheckedLauncher(_SubprocessScriptLauncher):
+    """Starts the other local ranks as copies of this script (unless torchrun or a cluster did), after checking that they can run."""
+
+    def __init__(self, cluster: ClusterEnvironment, processes: int, nodes: int, check: Callable[[pl.Trainer], None]) -> None:
+        super().__init__(cluster, processes, nodes)
+        self._check = check
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        assert trainer is not None
+        self._check(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def end_others(self) -> None:
+        """Stop the ranks that this process started; they would wait for it in a collective."""
+        self.kill(signal.SIGTERM)
+
+
+def join_world(cluster: ClusterEnvironment, device: torch.device, timeout: timedelta) -> None:
+    """Create the default process group, unless there is one."""
+    kwargs = {} if device.type == "cpu" else {"device_id": device}
+    _init_dist_connection(cluster, _get_default_process_group_backend_for_device(device), timeout=timeout, **kwargs)
+
+
+def set_logged_rank(rank: int) -> None:
+    """Which rank Lightning's rank-zero functions take this process for."""
+    rank_zero_only.rank = rank
+
+
+def zeroes_gradients(trainer: pl.Trainer, batch_idx: int) -> bool:
+    """Lightning will call zero_grad in this batch's closure: it is the first of an accumulation window."""
+    return batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def backward_multiplier(trainer: pl.Trainer) -> float:
+    """What Lightning multiplies ``training_step``'s loss by before it calls backward."""
+    return 1.0 / trainer.accumulate_grad_batches

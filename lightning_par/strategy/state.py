@@ -1,0 +1,170 @@
+"""What this rank holds of the model's and the optimizers' state, under names and shapes that no layout changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_par.checkpoint import CheckpointError, Shard
+from lightning_par.comm import Mesh
+from lightning_par.layout import ShardSpec
+from lightning_par.strategy.assemble import Assembled
+from lightning_par.zero import DataParallel
+
+MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
+
+
+def module_shards(assembled: Assembled) -> dict[str, Shard]:
+    """This rank's parameters and persistent buffers, by their first name in the whole module.
+
+    Parameters are whole over the data ranks (at ZeRO 1 they are gathered after every step), so data rank 0 writes.
+    """
+    mesh = assembled.mesh
+    shards = {}
+    for info in assembled.parameters:
+        writes = mesh.data.index == 0 and info.counted
+        shards[info.name] = Shard(info.spec, info.param.detach().reshape(-1), writes)
+    for name, buffer in persistent_buffers(assembled).items():
+        shards[name] = Shard.whole(buffer, writes=mesh.data.index == 0 and mesh.tp.index == 0 and assembled.writes_buffer(name))
+    return shards
+
+
+def persistent_buffers(assembled: Assembled) -> dict[str, Tensor]:
+    """The buffers of this rank's part that the state dict of the whole module had."""
+    first = {name: tensor for name, tensor in assembled.module.named_buffers() if name in assembled.aliases}
+    return {name: tensor for name, tensor in first.items() if assembled.aliases[name] == name}
+
+
+def optimizer_shards(optimizer: Optimizer, index: int, data_parallel: DataParallel, mesh: Mesh) -> dict[str, Shard]:
+    """Every tensor in the state of this rank's ``optimizer``: those shaped like their parameter as its part, others (steps) whole."""
+    shards = {}
+    for param, state in optimizer.state.items():
+        name, spec = data_parallel.held(param)
+        info = data_parallel.info(param)
+        owns = info.counted and (data_parallel.disjoint or mesh.data.index == 0)
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            entry = f"{OPTIMIZER}.{index}.{name}.{key}"
+            if value.shape == param.shape and value.dim():
+                shards[entry] = Shard(spec.like(value.dtype), value.detach().reshape(-1), owns)
+            else:
+                shards[entry] = Shard.whole(value, writes=owns and spec.span.start == 0 and _is_first_block(spec))
+    return shards
+
+
+def optimizer_meta(optimizer: Optimizer, data_parallel: DataParallel, mesh: Mesh) -> dict[str, Any]:
+    """The param groups with names in place of parameters, and state that is no tensor; merged over all ranks."""
+    mine = {
+        "groups": [
+            {"params": [data_parallel.held(param)[0] for param in group["params"]]} | {k: v for k, v in group.items() if k != "params"}
+            for group in optimizer.param_groups
+        ],
+        "scalars": {
+            data_parallel.held(param)[0]: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for param, state in optimizer.state.items()
+        },
+    }
+    everyone = mesh.world.gather_objects(mine)
+    groups = max((rank["groups"] for rank in everyone), key=len)
+    merged = []
+    for place, group in enumerate(groups):
+        names = dict.fromkeys(name for rank in everyone if place < len(rank["groups"]) for name in rank["groups"][place]["params"])
+        merged.append(group | {"params": list(names)})
+    return {"groups": merged, "scalars": {name: state for rank in everyone for name, state in rank["scalars"].items() if state}}
+
+
+def empty_optimizer_state(
+    optimizer: Optimizer, index: int, data_parallel: DataParallel, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> dict[str, Shard]:
+    """Give the state of this rank's ``optimizer`` the tensors that a checkpoint holds for its parameters, to be filled.
+
+    Raises:
+        CheckpointError: the checkpoint has no state at all for some parameters while it has for others (a moment was lost).
+    """
+    optimizer.state.clear()
+    shards: dict[str, Shard] = {}
+    prefix = f"{OPTIMIZER}.{index}."
+    by_name: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
+    for entry, told in stored.items():
+        if entry.startswith(prefix):
+            name, _, key = entry.removeprefix(prefix).rpartition(".")
+            by_name.setdefault(name, {})[key] = told
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name, spec = data_parallel.held(param)
+            for key, (shape, dtype) in by_name.get(name, {}).items():
+                if tuple(shape) == spec.shape and len(shape):
+                    value = torch.empty(param.shape, dtype=dtype, device=param.device)
+                    shards[f"{prefix}{name}.{key}"] = Shard(spec.like(dtype), value.view(-1))
+                else:
+                    value = torch.empty(shape, dtype=dtype, device=_state_device(key, param, group))
+                    shards[f"{prefix}{name}.{key}"] = Shard.whole(value, writes=False)
+                optimizer.state[param][key] = value
+    return shards
+
+
+def apply_optimizer_meta(optimizer: Optimizer, meta: Mapping[str, Any], data_parallel: DataParallel) -> None:
+    """Set the hyperparameters of the param groups (in place: schedulers hold them) and state that is no tensor.
+
+    Raises:
+        CheckpointError: no group of the checkpoint holds the parameters of one of ours.
+    """
+    for group in optimizer.param_groups:
+        names = [data_parallel.held(param)[0] for param in group["params"]]
+        source = next((saved for saved in meta["groups"] if names and names[0] in saved["params"]), None)
+        if source is None and names:
+            raise CheckpointError(f"the checkpoint has no optimizer group for {names[0]}: was the optimizer built from other parameters?")
+        if source is not None:
+            group.update({key: value for key, value in source.items() if key != "params"})
+        for param in group["params"]:
+            optimizer.state[param].update(meta["scalars"].get(data_parallel.held(param)[0], {}))
+            if not optimizer.state[param]:
+                del optimizer.state[param]
+
+
+def rng_shards(rank: int) -> dict[str, Shard]:
+    """The states of this rank's random generators, as tensors."""
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    numpy_state = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
+    version, words, gauss = random.getstate()
+    states = {
+        "torch": torch.get_rng_state(),
+        "numpy": numpy_state,
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {f"{RNG}.{rank}.{name}": Shard.whole(state, writes=True) for name, state in states.items()}
+
+
+def restore_rng(shards: Mapping[str, Shard], rank: int) -> None:
+    """Set this rank's random generators from what ``rng_shards`` described and a checkpoint filled."""
+    states = {name: shards[f"{RNG}.{rank}.{name}"].data for name in ("torch", "numpy", "numpy_gauss", "python", "python_gauss")}
+    torch.set_rng_state(states["torch"])
+    *keys, position, has_gauss = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy_gauss"].item()))
+    version, *words = states["python"].tolist()
+    gauss = states["python_gauss"].item()
+    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
+    if f"{RNG}.{rank}.cuda" in shards:
+        torch.cuda.set_rng_state(shards[f"{RNG}.{rank}.cuda"].data)
+
+
+def _state_device(key: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """torch's optimizers count steps on the host, unless they are fused or captured in a graph."""
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return torch.device("cpu") if on_host else param.device
+
+
+def _is_first_block(spec: ShardSpec) -> bool:
+    """Of all blocks of the whole that ranks hold, this is the one with the first element."""
+    return all(not spans or spans[0].start == 0 for spans in spec.dims)

@@ -1,0 +1,185 @@
+"""Run the user's steps on this rank's pieces of a batch.
+
+Note [One batch, many pieces]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every rank of a replica gets the whole batch of the replica. A pipeline cuts it into micro-batches, context parallelism cuts each of those
+along the sequence. The user's step runs on one piece at a time and returns a mean over it; ``share`` is the piece's part of the batch's
+weight (see numerics.loss_weight), so that ``sum(share · loss)`` over pieces is the loss of the uncut batch, and gradients of ``share · loss``
+only have to be added over cp and averaged over dp.
+
+Without a pipeline ``training_step`` hands Lightning ``share · loss``, dressed with the value of the whole batch's loss, and Lightning calls
+backward. With one, forward and backward are interleaved, so all of it happens within ``training_step``; the gradients are then
+withheld, because Lightning calls zero_grad between ``training_step`` and ``backward``, and handed out in ``backward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.comm import Mesh
+from lightning_par.context import RingAttention, ShardedBatch, ring_attention, shard_batch, verify_step
+from lightning_par.numerics import batch_size, loss_weight
+from lightning_par.pipeline import Pipeline
+from lightning_par.strategy.agree import Agreement
+from lightning_par.strategy.logs import recording
+from lightning_par.strategy.pieces import join, microbatches, signature
+from lightning_par.zero import DataParallel
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One part of a batch, and its share of the batch's weight (a 0-dim float64 tensor)."""
+
+    batch: Any
+    share: Tensor
+
+
+class StepRunner:
+    """Runs steps of ``module`` (a LightningModule) under one layout. See Note [One batch, many pieces].
+
+    Args:
+        context: makes the context in which a forward pass runs (autocast, default dtype).
+    """
+
+    def __init__(self, module: Any, mesh: Mesh, pipeline: Pipeline | None, device: torch.device) -> None:
+        self.module, self.mesh, self.pipeline, self.device = module, mesh, pipeline, device
+        self.agreement = Agreement(mesh, device)
+        self._ring: RingAttention | None = None
+        self._verified = False
+
+    def train(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One batch without a pipeline: what ``training_step`` returned, its loss dressed with the value that all ranks agree on."""
+        piece = self._pieces(args[0], 1)[0]
+        with recording(self.module, self.device, deferred=False) as log, self.attention(), context():
+            log.weight = piece.share
+            output = step(piece.batch, *args[1:], **kwargs)
+        self._verify(piece.batch)
+        loss = _loss_of(output)
+        value = self.agreement.reach(log, [] if loss is None else [loss.detach()], [] if loss is None else [piece.share])
+        if loss is None:
+            return output
+        weighted = loss * piece.share.to(loss.dtype) if self.mesh.cp.size > 1 else loss
+        dressed = _Dressed.apply(weighted, value.to(loss))
+        return {**output, "loss": dressed} if isinstance(output, Mapping) else dressed
+
+    def train_pipeline(
+        self,
+        step: Step,
+        context: Callable[[], AbstractContextManager],
+        data_parallel: DataParallel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        multiplier: float,
+    ) -> Tensor:
+        """One batch through the pipeline, forward and backward: its loss, in float64 since early stages know no other dtype.
+
+        Gradients are left in ``data_parallel``, not yet reduced.
+
+        Args:
+            multiplier: scales the loss before backward.
+        """
+        assert self.pipeline is not None
+        pieces = self._pieces(args[0], self._count(args[0]))
+        losses: list[Tensor] = []
+
+        with recording(self.module, self.device, deferred=True) as log:
+
+            def forward(m: int) -> Tensor:
+                log.weight = pieces[m].share
+                with context():
+                    loss = _loss_of(step(pieces[m].batch, *args[1:], **kwargs))
+                if loss is None:
+                    raise RuntimeError("training_step returned no loss: under a pipeline a batch cannot be skipped")
+                losses.append(loss.detach())
+                return loss * (pieces[m].share * multiplier).to(loss.dtype)
+
+            with self.attention(), data_parallel.no_sync():
+                self.pipeline.forward_backward(forward, [("train", signature(piece.batch)) for piece in pieces])
+        if self.pipeline.is_last:
+            self._verify(pieces[0].batch)
+        else:
+            log.logged.clear()
+        value = self.agreement.reach(log, losses, [piece.share for piece in pieces[: len(losses)]], batch_size(args[0]))
+        return value.requires_grad_()
+
+    def evaluate(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One batch of validation, test or prediction: what the step returned, the same on every rank of a replica."""
+        pieces = self._pieces(args[0], self._count(args[0]) if self.pipeline else 1)
+        outputs: list[Any] = []
+        with recording(self.module, self.device, deferred=self.pipeline is not None) as log, self.attention():
+
+            def forward(m: int) -> None:
+                log.weight = pieces[m].share
+                with context():
+                    outputs.append(step(pieces[m].batch, *args[1:], **kwargs))
+
+            if self.pipeline is None:
+                forward(0)
+            else:
+                self.pipeline.forward_only(forward, [(step.__name__, signature(piece.batch)) for piece in pieces])
+        if self.pipeline is not None:
+            if not self.pipeline.is_last:
+                log.logged.clear()
+            joined = join(outputs, [piece.share for piece in pieces]) if outputs else None
+            outputs = [self.mesh.pp.broadcast_object(joined, self.mesh.pp.size - 1)]
+        self.agreement.reach(log, [], [], batch_size(args[0]) if self.pipeline else None)
+        return outputs[0]
+
+    def attention(self) -> AbstractContextManager:
+        """The context in which attention sees the other ranks' tokens; forward and backward of a batch run in it."""
+        return nullcontext() if self._ring is None else self._ring
+
+    def _count(self, batch: Any) -> int:
+        return self.mesh.layout.microbatches_for(batch_size(batch))
+
+    def _pieces(self, batch: Any, count: int) -> list[Piece]:
+        """This rank's pieces, and their shares of the whole batch's weight."""
+        if count == 1 and self.mesh.cp.size == 1:
+            return [Piece(batch, torch.ones((), dtype=torch.float64, device=self.device))]
+        parts, total = microbatches(batch, count), _weight(batch, tokens=self.mesh.cp.size > 1)
+        if self.mesh.cp.size > 1:
+            cut = [shard_batch(part, self.mesh.cp) for part in parts]
+            parts = [part for part, _ in cut]
+            self._ring = ring_attention(self.mesh.cp, cut[0][1], padded=any(part.padded for part in parts))
+        return [Piece(part, (_weight(part) / total).to(self.device)) for part in parts]
+
+    def _verify(self, batch: Any) -> None:
+        """Once: a step that ran on a shard of a sequence must have used what makes it right there."""
+        if self._ring is not None and not self._verified:
+            verify_step(batch, self._ring)
+        self._verified = True
+
+
+def _weight(batch: Any, *, tokens: bool = False) -> Tensor:
+    """Of a batch or a part of it; without labels its samples, or, where sequences are cut, its tokens."""
+    if isinstance(batch, ShardedBatch):
+        return batch.weight()
+    has_labels = isinstance(batch, Mapping) and ("labels" in batch or "shift_labels" in batch)
+    if tokens and not has_labels:
+        return torch.tensor(float(batch["input_ids"].numel()), dtype=torch.float64)
+    return loss_weight(batch)
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+class _Dressed(torch.autograd.Function):
+    """The first tensor's gradient, the second's value."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,43 @@
+"""The gradients of the whole model as one optimizer sees them: their norm, and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_par.comm import Group
+from lightning_par.numerics import clip_by_norm, clip_by_value, total_norm
+from lightning_par.zero.data_parallel import DataParallel
+
+
+@dataclass(frozen=True)
+class ModelGradients:
+    """Norm and clipping over every rank's part of the gradients. All ranks of the world must call each method, after backward.
+
+    Args:
+        data_parallel: holds this rank's part.
+        groups: over which the parts of different ranks are added up; see ``numerics.grad_norm``.
+        device: where the norm is computed on a rank that holds no gradient.
+    """
+
+    data_parallel: DataParallel
+    groups: Sequence[Group]
+    device: torch.device
+
+    def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients of ``optimizer``'s parameters over the whole model, before any clipping; a 0-dim tensor."""
+        return total_norm(self.data_parallel.gradients(optimizer), self.groups, self.device, norm_type)
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Scale gradients down to a global 2-norm of at most ``max_norm``; the norm they had."""
+        norm = self.norm(optimizer)
+        clip_by_norm(self.data_parallel.gradients(optimizer), norm, max_norm)
+        return norm
+
+    def clip_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clamp every element of the gradients to ``[-limit, limit]``."""
+        clip_by_value(self.data_parallel.gradients(optimizer), limit)
