@@ -1,0 +1,127 @@
+"""Boundary: what a layer returned, as it crosses from one stage to the next.
+
+A layer may return a tensor, or any nesting of tuples, lists and dicts of tensors and plain values. Its *form* is the same nesting with a
+``TensorForm`` in place of each tensor: plain data that compares equal, pickles, and tells the receiver what to allocate. The tensors
+travel in the order of the nesting. Gradients come back for the floating ones, always for all of them: whether a gradient exists
+must not depend on what one side happens to have frozen. Where autograd found none, zeros are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_par.pipeline.errors import PipelineError
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """Shape and dtype of a tensor that is not here."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def form_of(output: Any) -> Any:
+    """The form of a layer's output. Values that are neither tensors nor plain are refused."""
+    for leaf in tree_leaves(output):
+        if not isinstance(leaf, (Tensor, *_PLAIN)):
+            raise PipelineError(
+                f"the last layer of a stage returns a {type(leaf).__name__}, which cannot be handed to the next stage: layers may return "
+                "tensors and plain values (for transformers models, set config.use_cache=False)"
+            )
+    return tree_map_only(Tensor, lambda tensor: TensorForm(tuple(tensor.shape), tensor.dtype), output)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors of a layer's output, in order."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def tensor_forms(form: Any) -> list[TensorForm]:
+    """What is sent forward."""
+    return [leaf for leaf in tree_leaves(form) if isinstance(leaf, TensorForm)]
+
+
+def gradient_forms(form: Any) -> list[TensorForm]:
+    """What is sent backward."""
+    return [leaf for leaf in tensor_forms(form) if leaf.dtype.is_floating_point]
+
+
+def rebuild(form: Any, tensors: Iterable[Tensor]) -> Any:
+    """The layer's output again, with these tensors in it."""
+    left = iter(tensors)
+    return tree_map_only(TensorForm, lambda _: next(left), form)
+
+
+def messages_of(output: Any) -> list[Tensor]:
+    """The tensors of a layer's output as they are sent: without their graph, contiguous."""
+    return [tensor.detach().contiguous() for tensor in tensors_of(output)]
+
+
+class Inlet:
+    """Where received tensors enter this stage's graph, and their gradients come out.
+
+    ``tensors`` are the received ones, no leaves, so that a layer may work in place on them as on any other layer's output.
+    """
+
+    def __init__(self, received: list[Tensor], *, grad: bool) -> None:
+        floating = [tensor for tensor in received if tensor.is_floating_point()]
+        self._forms = [form_of(tensor) for tensor in floating]
+        self._device = next((tensor.device for tensor in floating), None)
+        self._grads: tuple[Tensor, ...] | None = None
+        entered = iter(_Enter.apply(torch.empty(0, requires_grad=True), self, tuple(floating)) if grad and floating else floating)
+        self.tensors = [next(entered) if tensor.is_floating_point() else tensor for tensor in received]
+
+    def take_gradients(self) -> list[Tensor]:
+        """The gradients of the floating tensors, after backward, as they are sent; zeros where nothing depended on them."""
+        if self._grads is None:
+            return [torch.zeros(form.shape, dtype=form.dtype, device=self._device) for form in self._forms]
+        grads, self._grads = self._grads, None
+        return [grad.contiguous() for grad in grads]
+
+
+class _Enter(torch.autograd.Function):
+    """Puts tensors at the start of a graph; the gradients that arrive are left in the inlet."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, inlet: Inlet, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        ctx.inlet = inlet
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.inlet._grads = grads
+        return None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Where gradients enter the graph of a stage's output; holds the graph, but not the output itself."""
+
+    edges: list[GradientEdge | None]  # per floating tensor; None where it needs no gradient
+
+    @classmethod
+    def of(cls, output: Any) -> Edges:
+        floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        return cls([get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating])
+
+    def backward(self, grads: list[Tensor]) -> None:
+        """Run the stage backward from the gradients of its floating outputs."""
+        pairs = [(edge, grad) for edge, grad in zip(self.edges, grads, strict=True) if edge is not None]
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])

@@ -1,0 +1,278 @@
+"""The engine: runs a rank's list of actions, one method each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_par.comm import Group, Lanes, Work
+from lightning_par.pipeline.actions import Action, Kind
+from lightning_par.pipeline.boundary import (
+    Edges,
+    Inlet,
+    TensorForm,
+    form_of,
+    gradient_forms,
+    messages_of,
+    rebuild,
+    tensor_forms,
+    tensors_of,
+)
+from lightning_par.pipeline.errors import PipelineError
+from lightning_par.pipeline.inbox import Inbox
+from lightning_par.pipeline.lower import receive_of, send_of_free
+from lightning_par.pipeline.plan import Plan, forward_plan, training_plan
+from lightning_par.pipeline.split import Placement, cut, place
+from lightning_par.pipeline.stage import StageExit, StageLayers
+
+
+@dataclass
+class Pipeline:
+    """One rank's part of a pipelined module, and the way to run it.
+
+    Attributes:
+        names: every parameter of this rank, by the first name it had in the whole module.
+        tied: parameters that several pipeline ranks hold, by that first name: the indices of those ranks. The gradient of each is the
+            sum of theirs (one that has none counts as zero), which the caller must form.
+        placement: where everything lives.
+    """
+
+    module: nn.Module
+    layers: StageLayers
+    lanes: Lanes
+    schedule: str
+    chunks: int
+    placement: Placement
+    names: dict[str, str]
+    tied: dict[str, tuple[int, ...]]
+    _forms: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def split(cls, module: nn.Module, group: Group, schedule: str, chunks: int = 1, layers: str | None = None) -> Pipeline:
+        """Cut ``module``, in place, down to this rank's stages.
+
+        All ranks of ``group`` must call, with the same whole module. Parameters of other stages are gone from it afterwards;
+        those that stay keep their names. ``layers`` names the layer list where it cannot be found. See Note [What lives where].
+        """
+        training_plan(schedule, group.size, chunks, 1)  # refuses an unknown schedule before anything is changed
+        stages = group.size * chunks
+        placement = place(module, stages, layers)
+        first_names = {id(p): name for name, p in module.named_parameters()}
+        everything = [(name, first_names[id(p)]) for name, p in module.named_parameters(remove_duplicate=False)]
+        holders: dict[str, set[int]] = {first: set() for _, first in everything}
+        for name, first in everything:
+            holders[first].update(stage % group.size for stage in placement.stages_of(name))
+        neighbours = {(s % group.size, (s + 1) % group.size) for s in range(stages - 1)}
+        pairs = {pair for a, b in neighbours if a != b for pair in ((a, b), (b, a))}
+        stage_layers = cut(module, placement, group.size, group.index)
+        return cls(
+            module=module,
+            layers=stage_layers,
+            lanes=Lanes.open(group, pairs),
+            schedule=schedule,
+            chunks=chunks,
+            placement=placement,
+            names={name: first_names[id(p)] for name, p in module.named_parameters()},
+            tied={first: tuple(sorted(ranks)) for first, ranks in holders.items() if len(ranks) > 1},
+        )
+
+    @property
+    def ranks(self) -> int:
+        return self.lanes.group.size
+
+    @property
+    def index(self) -> int:
+        return self.lanes.group.index
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank holds the first stage."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, where losses are."""
+        return self.index == self.ranks - 1
+
+    def forward_backward(self, forward: Callable[[int], Tensor], signatures: Sequence[Hashable]) -> None:
+        """Run one training step over ``len(signatures)`` micro-batches; gradients add to what the parameters have.
+
+        All ranks of the group must call. ``forward(m)`` runs the user's step on micro-batch m and returns its loss, weighted and scaled; on
+        ranks without the last stage it will not return. It is called once for each stage of this rank. ``signatures[m]`` stands for the
+        shapes and dtypes of the micro-batch's input, equally on all ranks. What the step raises comes out unchanged.
+        """
+        plan = training_plan(self.schedule, self.ranks, self.chunks, len(signatures))
+        self._run(plan, forward, signatures, grad=True)
+
+    def forward_only(self, forward: Callable[[int], object], signatures: Sequence[Hashable]) -> None:
+        """Run the stages forward over micro-batches without gradients; as ``forward_backward``, but ``forward`` may return anything."""
+        plan = forward_plan(self.ranks, self.chunks, len(signatures))
+        self._run(plan, forward, signatures, grad=False)
+
+    def _run(self, plan: Plan, forward: Callable[[int], object], signatures: Sequence[Hashable], *, grad: bool) -> None:
+        with torch.set_grad_enabled(grad):
+            _Step(self, forward, signatures, grad).run(plan[self.index])
+
+
+Place = tuple[int, int]
+"""A stage and a micro-batch."""
+
+
+class _Step:
+    """One pass of a rank over its list. Everything it holds belongs to this step, and goes with it."""
+
+    def __init__(self, pipeline: Pipeline, forward: Callable[[int], object], signatures: Sequence[Hashable], grad: bool) -> None:
+        self.pipeline, self.forward, self.signatures, self.grad = pipeline, forward, signatures, grad
+        self.lanes, self.forms = pipeline.lanes, pipeline._forms
+        self.last_stage = len(pipeline.placement.spans) - 1
+        self.device = next((p.device for p in pipeline.module.parameters()), torch.device("cpu"))
+        self.inbox = Inbox(self.lanes, self.device, self._forms_of, self._learn)
+        self.inlets: dict[Place, Inlet] = {}  # where inputs came in, until their gradients are taken
+        self.graphs: dict[Place, Edges] = {}  # where the gradient of an output enters, until backward
+        self.losses: dict[int, Tensor] = {}
+        self.outgoing: dict[Action, list[Tensor]] = {}  # by the receive that takes it
+        self.headers: dict[Action, Any] = {}  # forms to send ahead of it
+        self.sent: dict[Action, list[Work]] = {}
+        self.methods: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+            Kind.FREE_F: self._free,
+            Kind.FREE_B: self._free,
+        }
+
+    def run(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self.methods[action.kind](action)
+        left = [key for held in (self.inlets, self.graphs, self.losses, self.outgoing, self.headers, self.sent) for key in held]
+        assert not left, f"the step left something behind: {left}"
+        assert self.inbox.is_empty, "the step left messages unread"
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        inlet = self._enter(action) if stage > 0 else None
+        is_new = self._key(stage, microbatch) not in self.forms
+        output = self._run_stage(action, inlet)
+        if is_new and self.grad and inlet is not None:
+            self._look_for_nan(action, inlet.tensors, output)
+        if stage < self.last_stage:
+            self._keep_output(action, output, is_new)
+        else:
+            self._keep_loss(action, output)
+        if self.grad and inlet is not None:
+            inlet.tensors.clear()
+            self.inlets[stage, microbatch] = inlet
+
+    def _backward(self, action: Action) -> None:
+        place = action.stage, action.microbatch
+        if action.stage == self.last_stage:
+            self.losses.pop(action.microbatch).backward()
+        else:
+            self.graphs.pop(place).backward(self._collect(action._replace(kind=Kind.RECV_B)))
+        if action.stage > 0:
+            self.outgoing[receive_of(action._replace(kind=Kind.SEND_B))] = self.inlets.pop(place).take_gradients()
+
+    def _send(self, action: Action) -> None:
+        receive = receive_of(action)
+        peer = self._rank(receive.stage)
+        header = [self.lanes.send_object(self.headers.pop(receive), peer, self.device)] if receive in self.headers else []
+        self.sent[action] = [*header, self.lanes.send(self.outgoing.pop(receive), peer)]
+
+    def _receive(self, action: Action) -> None:
+        self.inbox.expect(action, self._source(action))
+
+    def _free(self, action: Action) -> None:
+        for work in self.sent.pop(send_of_free(action)):
+            work.wait()
+
+    def _enter(self, action: Action) -> Inlet:
+        return Inlet(self._collect(action._replace(kind=Kind.RECV_F)), grad=self.grad)
+
+    def _run_stage(self, action: Action, inlet: Inlet | None) -> Any:
+        """The output of the stage's last layer, or what the user's step returns on the last stage."""
+        stage = action.stage
+        received = None if inlet is None else rebuild(self.forms[self._key(stage - 1, action.microbatch)], inlet.tensors)
+        with self.pipeline.layers.active(stage, received):
+            try:
+                result = self.forward(action.microbatch)
+            except StageExit as stop:
+                return stop.output
+        if stage < self.last_stage:
+            raise PipelineError(
+                f"the step came to its end on stage {stage} of {self.last_stage + 1}, which must end inside "
+                f"{self.pipeline.placement.layers}: either it did not run the layers, or a bare `except:` in it caught the exit of the "
+                "stage (catch Exception instead)"
+            )
+        return result
+
+    def _keep_output(self, action: Action, output: Any, is_new: bool) -> None:
+        """Make ready what the next stage needs, and the way back for its gradient."""
+        receive = receive_of(action._replace(kind=Kind.SEND_F))
+        key, form = self._key(action.stage, action.microbatch), form_of(output)
+        if self.forms.setdefault(key, form) != form:
+            raise PipelineError(
+                f"stage {action.stage} returned {form} where it returned {self.forms[key]} before, for a micro-batch of the same shapes "
+                f"({self.signatures[action.microbatch]}): shapes between stages may depend on the shapes of the batch only"
+            )
+        if is_new and self._rank(receive.stage) != self.pipeline.index:
+            self.headers[receive] = form
+        self.outgoing[receive] = messages_of(output)
+        if self.grad:
+            self.graphs[action.stage, action.microbatch] = Edges.of(output)
+
+    def _keep_loss(self, action: Action, loss: Any) -> None:
+        self.forms.setdefault(self._key(action.stage, action.microbatch), ())
+        if not self.grad:
+            return
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise PipelineError(
+                f"the step of micro-batch {action.microbatch} must return its loss, a tensor of one element; it returned {loss!r}"
+            )
+        self.losses[action.microbatch] = loss
+
+    def _look_for_nan(self, action: Action, tensors: list[Tensor], output: Any) -> None:
+        """Warn where a stand-in's NaN may have gone on. See Note [The unmodified forward]."""
+        if _has_nan(tensors_of(output)) and not _has_nan(tensors):
+            warnings.warn(
+                f"NaN appeared on pipeline stage {action.stage}, from an input without it. Unless the layers overflow, something "
+                f"on this stage reads what only the first stage computes ({', '.join(self.pipeline.placement.before)}): pass it through "
+                "the layers' outputs",
+                stacklevel=2,
+            )
+
+    def _collect(self, receive: Action) -> list[Tensor]:
+        """The tensors of a receive; from this rank's own hands where both stages live here."""
+        source = self._source(receive)
+        return self.outgoing.pop(receive) if source == self.pipeline.index else self.inbox.take(receive, source)
+
+    def _forms_of(self, receive: Action) -> list[TensorForm] | None:
+        forward = receive.kind is Kind.RECV_F
+        form = self.forms.get(self._key(receive.stage - 1 if forward else receive.stage, receive.microbatch))
+        if form is None:
+            return None
+        return tensor_forms(form) if forward else gradient_forms(form)
+
+    def _learn(self, receive: Action, form: object) -> None:
+        self.forms[self._key(receive.stage - 1, receive.microbatch)] = form
+
+    def _key(self, stage: int, microbatch: int) -> Hashable:
+        """The output of a stage has one form for each of these."""
+        return stage, self.grad, self.signatures[microbatch]
+
+    def _rank(self, stage: int) -> int:
+        return stage % self.pipeline.ranks
+
+    def _source(self, receive: Action) -> int:
+        return self._rank(receive.stage + (-1 if receive.kind is Kind.RECV_F else 1))
+
+
+def _has_nan(tensors: Sequence[Tensor]) -> bool:
+    return any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point())

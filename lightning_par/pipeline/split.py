@@ -1,0 +1,185 @@
+"""Splitting a module into stages: which layers, and which other modules, live where. Data first; ``cut`` then does it.
+
+Note [What lives where]
+~~~~~~~~~~~~~~~~~~~~~~~
+The layer list is one ``nn.ModuleList`` of like blocks; its layers are spread over the stages. Walking down from the root to the list, every
+module that is registered before the way down goes to the first stage, every one after it to the last: authors register modules in
+the order in which they use them. Modules without parameters stay everywhere (dropout, rotary angles, losses). Parameters that hang
+directly on a module along the way are nobody's in particular: every stage keeps them, and they are reported as tied, so that their
+gradient is the sum over the stages, wherever they are used::
+
+    LightningModule          model  <- the way down
+      model: GPT             embed  before  -> first stage
+                             drop   no parameters -> everywhere
+                             layers the list
+                             norm   after   -> last stage
+                             head   after   -> last stage; its weight may be embed's: tied
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_par.layout import Span
+from lightning_par.pipeline.errors import PipelineError
+from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, StageLayers
+
+RIVAL = 0.5
+"""A second layer list with this share of the first one's parameters makes the choice between them the user's."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything lives.
+
+    Attributes:
+        layers: the layer list's name.
+        spans: the layers of each stage.
+        before: names of the modules on the first stage.
+        after: names of the modules on the last stage.
+    """
+
+    layers: str
+    spans: tuple[Span, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def stages_of(self, parameter: str) -> range:
+        """The stages that hold the parameter of this name."""
+        if _inside(parameter, self.layers):
+            index = int(parameter.removeprefix(self.layers + ".").split(".")[0])
+            return next(range(s, s + 1) for s, span in enumerate(self.spans) if span.start <= index < span.stop)
+        if any(_inside(parameter, name) for name in self.before):
+            return range(1)
+        if any(_inside(parameter, name) for name in self.after):
+            return range(len(self.spans) - 1, len(self.spans))
+        return range(len(self.spans))
+
+    def __str__(self) -> str:
+        """A line per stage."""
+        lines = [[f"{self.layers}.{span.start}" + (f"..{span.stop - 1}" if span.size > 1 else "")] for span in self.spans]
+        lines[0] = [*self.before, *lines[0]]
+        lines[-1] = [*lines[-1], *self.after]
+        return "\n".join(f"stage {stage}: {', '.join(names)}" for stage, names in enumerate(lines))
+
+
+def place(module: nn.Module, stages: int, layers: str | None = None) -> Placement:
+    """Decide where everything lives. See Note [What lives where]."""
+    name = find_layers(module, layers)
+    blocks = list(module.get_submodule(name))
+    if len(blocks) < stages:
+        raise PipelineError(
+            f"{name} has {len(blocks)} layers, too few for {stages} pipeline stages: lower pp (or chunks) to at most {len(blocks)}"
+        )
+    before, after = _around(module, name)
+    costs = [_size(block) for block in blocks]
+    first = sum(_size(module.get_submodule(n)) for n in before)
+    last = sum(_size(module.get_submodule(n)) for n in after)
+    return Placement(name, tuple(balance(costs, stages, first=first, last=last)), tuple(before), tuple(after))
+
+
+def cut(module: nn.Module, placement: Placement, ranks: int, index: int) -> StageLayers:
+    """Make the module that of pipeline rank ``index``: replace the layer list, and put stand-ins for what lives elsewhere."""
+    spans = {stage: span for stage, span in enumerate(placement.spans) if stage % ranks == index}
+    layers = StageLayers(list(module.get_submodule(placement.layers)), spans, stages=len(placement.spans), name=placement.layers)
+    _replace(module, placement.layers, layers)
+    if 0 not in spans:
+        for name in placement.before:
+            _replace(module, name, BeforeLayers(module.get_submodule(name)))
+    if len(placement.spans) - 1 not in spans:
+        for name in placement.after:
+            _replace(module, name, AfterLayers(module.get_submodule(name), name))
+    return layers
+
+
+def find_layers(module: nn.Module, name: str | None = None) -> str:
+    """The name of the layer list: the given one, or the list of like blocks with the most parameters."""
+    lists = {n: child for n, child in module.named_modules() if isinstance(child, nn.ModuleList) and len(child) > 0}
+    sizes = {n: _size(child) for n, child in lists.items() if len({type(block) for block in child}) == 1}
+    known = "; ".join(f"{n} ({len(child)} layers, {_size(child):,} parameters)" for n, child in lists.items()) or "none"
+    if name is not None:
+        if name not in lists:
+            raise PipelineError(f"layers={name!r} is not a ModuleList of {type(module).__name__}; there are: {known}")
+        return name
+    if not any(sizes.values()):
+        raise PipelineError(
+            f"{type(module).__name__} has no nn.ModuleList of like blocks to spread over pipeline stages; lists in it: {known}. "
+            "Name the one to take with layers=..., or keep pp=1"
+        )
+    best = max(sizes, key=lambda n: sizes[n])
+    rivals = [n for n in sizes if sizes[n] >= RIVAL * sizes[best] and not _inside(n, best) and n != best]
+    if rivals:
+        raise PipelineError(f"several layer lists could be spread over pipeline stages: {known}. Name the one to take with layers=...")
+    return best
+
+
+def balance(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[Span]:
+    """Cut layers into stages, each at least one, so that the dearest stage is as cheap as can be.
+
+    ``first`` and ``last`` are what the first and last stage carry besides. Among equals, the sum of squares decides, then the
+    cut with fewer layers on early stages, which hold the most activations.
+    """
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+
+    def price(stage: int, start: int, stop: int) -> float:
+        return total[stop] - total[start] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+
+    # best[stop]: (dearest stage, sum of squares, starts) of the first stages, which hold the layers before ``stop``
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for stop in range(stage + 1, len(costs) - (stages - 1 - stage) + 1):
+            options = ((start, *best[start], price(stage, start, stop)) for start in range(stop) if start in best)
+            reached[stop] = min(
+                (max(dearest, cost), squares + cost**2, (*starts, start)) for start, dearest, squares, starts, cost in options
+            )
+        best = reached
+    starts = best[len(costs)][2]
+    return [Span(start, stop) for start, stop in zip(starts, (*starts[1:], len(costs)), strict=True)]
+
+
+def _around(module: nn.Module, layers: str) -> tuple[list[str], list[str]]:
+    """Names of the modules with parameters that are registered before and after the way from the root to the layer list."""
+    before: list[str] = []
+    after: list[str] = []
+    prefix = ""
+    for step in layers.split("."):
+        parent = module.get_submodule(prefix)
+        names = list(parent._modules)
+        way = names.index(step)
+        for found, children in ((before, names[:way]), (after, names[way + 1 :])):
+            for child in children:
+                found.extend(_callable_parts(parent._modules[child], _join(prefix, child)))
+        prefix = _join(prefix, step)
+    return before, after
+
+
+def _callable_parts(module: nn.Module | None, name: str) -> Iterator[str]:
+    """The module itself, or the modules in it if it is a mere container; those without parameters are left out."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        for child, part in module._modules.items():
+            yield from _callable_parts(part, _join(name, child))
+    elif module is not None and not isinstance(module, nn.ParameterList | nn.ParameterDict) and _size(module):
+        yield name
+
+
+def _replace(module: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(module.get_submodule(parent), child, new)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _inside(name: str, module: str) -> bool:
+    return name.startswith(module + ".")
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,253 @@
+"""The layer list of a rank: its own layers, and a stand-in for every module that lives elsewhere.
+
+Note [The unmodified forward]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every rank runs the user's whole ``training_step`` for every micro-batch and stage; what it does not hold answers for itself. While a
+stage with layers ``first .. last`` is active, calling
+
+=======================================  =================================================================================
+a module before the layers               gives NaN of the right shape, dtype and device, without memory, on all but stage 0
+layer ``i < first``                      gives what layer ``first - 1`` returned on the previous stage
+layer ``first .. last``                  runs it
+any layer after ``last``                 raises ``StageExit`` with what layer ``last`` returned
+a module after the layers                runs it; only the last stage gets there
+=======================================  =================================================================================
+
+So the loop sees every layer at its own place, whether it iterates, enumerates, slices or indexes, and what the loop does between
+layers happens on both sides of a boundary with the right values on the side that goes on. The layers' ``StageExit`` is a
+BaseException: ``except Exception`` in user code does not catch it.
+
+This is right if everything a layer reads is the previous layer's output, or is computed by each rank for itself (masks, positions,
+rotary angles). It is wrong if the loop changes the hidden state outside the layers (``x = x + layer(x)``) or hands a module's output
+to every layer (``layer(x, embedding)``). The first is refused: the call after the last layer must be given what that layer returned.
+The second shows itself: the stand-ins' NaN reaches the loss, never a plausible number.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
+
+from lightning_par.layout import Span
+from lightning_par.pipeline.boundary import tensors_of
+from lightning_par.pipeline.errors import PipelineError
+
+
+class StageExit(BaseException):
+    """Unwinds the user's step when its stage is done; ``output`` is what the stage's last layer returned."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("a pipeline stage is done")
+        self.output = output
+
+
+class _StandIn(nn.Module):
+    """Stands where a module was. Attributes are those of the module; its parameters are not found here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._hide(_stands_for=module)
+
+    def _hide(self, **attributes: Any) -> None:
+        """Set attributes without registering them as submodules, parameters or buffers."""
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_stands_for" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._stands_for, name)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"for {type(self._stands_for).__name__}"
+
+
+class BeforeLayers(_StandIn):
+    """A module of the first stage, on another rank: shapes come from a copy on the meta device. See Note [The unmodified forward]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        example = next(p for p in module.parameters())
+        dtype = example.dtype if example.is_floating_point() else torch.get_default_dtype()
+        super().__init__(on_meta(module))
+        self._hide(_nan=torch.full((), torch.nan, dtype=dtype, device=example.device))
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        with torch.no_grad():
+            output = self._stands_for(*args, **kwargs)
+        return tree_map_only(Tensor, self._filled, output)
+
+    def _filled(self, meta: Tensor) -> Tensor:
+        value = self._nan.to(meta.dtype) if meta.is_floating_point() else torch.zeros((), dtype=meta.dtype, device=self._nan.device)
+        return value.expand(meta.shape)
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BeforeLayers:
+        """Follow ``to``, ``half`` and the like: the device and dtype that outputs will have."""
+        self._hide(_nan=fn(self._nan))
+        self._stands_for.to(self._nan.dtype)
+        return self
+
+    @override
+    def train(self, mode: bool = True) -> BeforeLayers:
+        self._stands_for.train(mode)
+        return super().train(mode)
+
+
+class AfterLayers(_StandIn):
+    """A module of the last stage, on another rank: never reached."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(on_meta(module))
+        self._hide(_name=name)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PipelineError(
+            f"{self._name} lives on the last pipeline stage, but another stage has come to it. On every other stage the step must end "
+            "inside the layer list: is this module called before the layers, or did the model not run all of them?"
+        )
+
+
+class _OtherLayer(_StandIn):
+    """A layer that is not of the active stage."""
+
+    def __init__(self, module: nn.Module, index: int, answer: Callable[[int, Any], Any]) -> None:
+        super().__init__(module)
+        self._hide(_index=index, _answer=answer)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answer(self._index, (args, kwargs))
+
+
+class _LastLayer(_StandIn):
+    """The last layer of the active stage: the layer itself, whose output is kept."""
+
+    def __init__(self, layer: nn.Module, keep: Callable[[Any], None]) -> None:
+        super().__init__(layer)
+        self._hide(_keep=keep)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._stands_for(*args, **kwargs)
+        self._keep(output)
+        return output
+
+
+@dataclass
+class _Pass:
+    """One stage running one micro-batch."""
+
+    span: Span
+    received: Any
+    output: Any = None
+    is_done: bool = False
+
+
+class StageLayers(nn.ModuleList):
+    """The layer list of one rank. Holds the layers of its stages under their global names, and is as long as the whole list.
+
+    Args:
+        layers: all layers of the model; those of other ranks are let go (but for a copy on the meta device).
+        spans: the layers of each stage of this rank, by stage.
+        stages: how many stages there are in all.
+        name: what the list is called in the model, for messages.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], spans: Mapping[int, Span], *, stages: int, name: str) -> None:
+        super().__init__()
+        local = {i for span in spans.values() for i in range(span.start, span.stop)}
+        for i in sorted(local):
+            self.add_module(str(i), layers[i])
+        copies = [layer if i in local else on_meta(layer) for i, layer in enumerate(layers)]
+        self._spans, self._stages, self._name = dict(spans), stages, name
+        self._others = tuple(_OtherLayer(layer, i, self._outside) for i, layer in enumerate(copies))
+        self._lasts = {stage: _LastLayer(layers[span.stop - 1], self._keep) for stage, span in spans.items() if stage < stages - 1}
+        self._now: _Pass | None = None
+        self._stage = -1
+
+    @contextmanager
+    def active(self, stage: int, received: Any) -> Iterator[None]:
+        """Inside, the list presents ``stage`` to the model, with ``received`` as what the layer before it returned."""
+        if self._now is not None:
+            raise PipelineError("a pipeline step was started inside another")
+        self._now, self._stage = _Pass(self._spans[stage], received), stage
+        try:
+            yield
+        finally:
+            self._now, self._stage = None, -1
+
+    @override
+    def __len__(self) -> int:
+        return len(self._others)
+
+    @override
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (self._at(i) for i in range(len(self)))
+
+    @override
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        places = range(len(self))[index]
+        return self._at(places) if isinstance(places, int) else nn.ModuleList([self._at(i) for i in places])
+
+    def _at(self, index: int) -> nn.Module:
+        """What the model sees at this place: with no stage active, every layer of this rank."""
+        if self._now is None:
+            return self._modules.get(str(index), self._others[index])
+        span = self._now.span
+        if not span.start <= index < span.stop:
+            return self._others[index]
+        if index == span.stop - 1 and self._stage in self._lasts:
+            return self._lasts[self._stage]
+        return self._modules[str(index)]
+
+    def _keep(self, output: Any) -> None:
+        if self._now is not None:  # None while activation checkpointing runs the layer again
+            self._now.output, self._now.is_done = output, True
+
+    def _outside(self, index: int, given: Any) -> Any:
+        """The answer of a layer that is not of the active stage."""
+        now = self._now
+        if now is None:
+            raise PipelineError(f"{self._name}.{index} is on another pipeline rank: layers run only within the trainer's steps")
+        if index < now.span.start:
+            if now.is_done:
+                raise PipelineError(f"the step runs {self._name} twice for one micro-batch; a pipeline can hand over only one pass")
+            return now.received
+        if not now.is_done:
+            raise PipelineError(
+                f"the model calls {self._name}.{index} before {self._name}.{now.span.stop - 1}: layers must run in order, all of them"
+            )
+        self._check_chain(now, given)
+        raise StageExit(now.output)
+
+    def _check_chain(self, now: _Pass, given: Any) -> None:
+        """Layer by layer, nothing but a layer's own output may go on. See Note [The unmodified forward]."""
+        hidden = next(iter(tensors_of(now.output)), None)
+        if hidden is None or not any(leaf is hidden for leaf in tree_leaves(given)):
+            raise PipelineError(
+                f"{self._name}.{now.span.stop} is not given what {self._name}.{now.span.stop - 1} returned: the model changes the hidden "
+                "state between its layers, which a pipeline cannot follow. Do it inside the layers (a residual sum belongs to the layer), "
+                "and checkpoint activations with use_reentrant=False"
+            )
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy of the module with its parameters and buffers on the meta device; the module itself is left alone."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(module, memo)
