@@ -226,7 +226,9 @@ def _first_error_speaks(record: Path) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's checkpoint errors are no Exceptions
         rank = os.environ["RANK"]
         try:
             with record.open("x") as file:

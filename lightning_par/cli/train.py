@@ -30,15 +30,16 @@ def train(config: DictConfig) -> tuple[dict[str, float], dict[str, Any]]:
     trainer = build_trainer(config, callbacks, loggers)
     try:
         trainer.fit(module, datamodule=datamodule, ckpt_path=config.ckpt_path, weights_only=True)
+        metrics = dict(trainer.callback_metrics)
         _validate_if_stale(trainer, module, datamodule)
+        metrics |= trainer.callback_metrics
     finally:
         for logger in loggers:
             if hasattr(logger, "close"):
                 logger.close()
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if trainer.is_global_zero:
         print(closing_summary(config, trainer), flush=True)
-    return metrics, {"module": module, "datamodule": datamodule, "trainer": trainer}
+    return {name: float(value) for name, value in metrics.items()}, {"module": module, "datamodule": datamodule, "trainer": trainer}
 
 
 def build_loggers(config: DictConfig) -> list[Logger]:

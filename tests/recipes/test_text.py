@@ -77,7 +77,7 @@ def test_too_little_text_is_refused_by_name(text):
         data_module(text, sequence_length=4000)
     with pytest.raises(ValueError, match=r"held-out text has only .* bytes"):
         data_module(text, batch_size=100)
-    with pytest.raises(ValueError, match="held_out=1.5"):
+    with pytest.raises(ValueError, match=r"held_out=1\.5"):
         data_module(text, held_out=1.5)
 
 

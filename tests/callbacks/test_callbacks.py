@@ -1,0 +1,65 @@
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_par.callbacks import HeldOutLoss, SaveLast, Throughput
+from lightning_par.recipes.gpt import GPTModule
+
+
+def fit(tmp_path, callbacks, max_steps=7, **options):
+    rows = torch.arange(32 * 8).reshape(32, 8) % 256
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=4)
+    trainer = L.Trainer(
+        max_steps=max_steps,
+        accelerator="cpu",
+        callbacks=callbacks,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=2,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(GPTModule({"hidden": 8, "layers": 1, "heads": 2, "ffn": 8}), loader, loader)
+    return trainer
+
+
+def test_throughput_counts_the_tokens_of_all_steps_but_the_first(tmp_path, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("lightning_par.callbacks.throughput.time.perf_counter", lambda: next(clock))
+    throughput = Throughput()
+    trainer = fit(tmp_path, [throughput], limit_val_batches=0)
+    assert throughput.mean == 4 * 8  # tokens a step, at one tick of the clock a step
+    trainer.logger.save()
+    assert "tokens_per_s" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+
+
+def test_the_held_out_loss_is_kept_at_the_start_and_at_the_end(tmp_path):
+    watcher = HeldOutLoss()
+    trainer = fit(tmp_path, [watcher], max_steps=16, num_sanity_val_steps=-1)
+    assert watcher.first == pytest.approx(5.55, abs=0.1)  # ln 256
+    assert watcher.last == float(trainer.callback_metrics["val_loss"])
+    assert watcher.last < watcher.first
+    assert watcher.last_step == 16
+
+
+def test_a_partial_sanity_check_is_not_taken_for_the_held_out_loss(tmp_path):
+    watcher = HeldOutLoss()
+    fit(tmp_path, [watcher], num_sanity_val_steps=1)
+    assert watcher.first is None
+
+
+def test_the_last_state_is_saved_under_one_name_whatever_the_interval(tmp_path):
+    steps = []
+    trainer = fit(tmp_path, [SaveLast(tmp_path / "last", every_n_steps=3), Saves(steps)])
+    assert steps == [3, 6, 7]
+    assert torch.load(tmp_path / "last", weights_only=True)["global_step"] == trainer.global_step == 7
+
+
+class Saves(L.Callback):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        self.steps.append(trainer.global_step)

@@ -1,0 +1,52 @@
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+TINY = [
+    "model.config.hidden=16",
+    "model.config.ffn=16",
+    "model.config.layers=2",
+    "model.config.heads=2",
+    "data.sequence_length=16",
+    "data.batch_size=4",
+    "data.held_out_batches=2",
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=3",
+    "trainer.log_every_n_steps=1",
+]
+
+
+@dataclass
+class Finished:
+    code: int
+    output: str  # stdout and stderr, as a terminal shows them
+    seconds: float
+
+
+@pytest.fixture
+def lightning_par(tmp_path):
+    """Runs `python -m lightning_par ...` in an empty folder; under torchrun on `ranks` ranks where given."""
+    import time
+
+    def run(*arguments, ranks=None, timeout=60, **environment):
+        module = ["-m", "lightning_par", *arguments]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, *(torchrun if ranks else []), *module],
+            cwd=tmp_path,
+            env={k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+            | {"WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}
+            | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        return Finished(done.returncode, done.stdout, time.monotonic() - start)
+
+    return run
