@@ -5,20 +5,21 @@ Shape letters: B batch, H query heads, K key/value heads, T my tokens, E width o
 Note [Interception]
 ~~~~~~~~~~~~~~~~~~~
 A ``TorchFunctionMode`` sees every call of a torch function, however the module got hold of it, and hands those of
-``F.scaled_dot_product_attention`` to the ring. Two callers need more:
+``F.scaled_dot_product_attention`` to the ring. While a mode handles a function it is off. That would let attention slip by inside two kinds
+of functions that a mode sees: ``F.multi_head_attention_forward`` (``nn.MultiheadAttention``), and backward, since activation checkpointing
+runs the forward again in it. So these run with the mode on again. They begin by asking whether anything overrides them, which a mode does,
+and would come straight back; so they are told "no", that one time, by the name under which their module keeps the question.
 
-- ``F.multi_head_attention_forward`` (``nn.MultiheadAttention``) is itself such a function, and a mode is off while it handles one, so
-  the attention inside it would slip by. It runs with the name replaced in its own module, for that call.
-- Activation checkpointing runs the forward again inside the backward pass. Modes follow autograd into its threads, so it is enough that
-  *backward is called inside the block too*. Outside it the recomputed attention would be that of the shard alone.
+Modes follow autograd into its threads, so checkpointing works if *backward is called inside the block too*. Outside of it the recomputed
+attention would be that of the shard alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,15 @@ class _Arguments(NamedTuple):
     enable_gqa: bool = False  # whether keys have fewer heads shows in their shape
 
 
+_OUTER_FUNCTIONS: dict[Callable[..., Any], tuple[ModuleType, str]] = {
+    F.multi_head_attention_forward: (F, "has_torch_function"),
+    torch.autograd.backward: (torch.autograd, "has_torch_function"),
+    torch.autograd.grad: (torch.autograd, "has_torch_function"),
+    Tensor.backward: (torch._tensor, "has_torch_function_unary"),
+}
+"""Functions inside which attention may run, and where each finds whether it is overridden. See Note [Interception]."""
+
+
 class RingAttention(TorchFunctionMode):
     """See ``ring_attention``.
 
@@ -90,9 +100,27 @@ class RingAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
+        if func is current:
+            return self
         if func is F.multi_head_attention_forward:
-            return self._multi_head(*args, **kwargs)
-        return self if func is current else func(*args, **kwargs)
+            self._refuse_weights(**kwargs)
+        return self._inside(func, args, kwargs) if func in _OUTER_FUNCTIONS else func(*args, **kwargs)
+
+    def _inside(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call ``func`` with this mode on. See Note [Interception]."""
+        module, name = _OUTER_FUNCTIONS[func]
+        is_overridden = getattr(module, name)
+
+        def not_this_time(*_: Any) -> bool:
+            setattr(module, name, is_overridden)
+            return False
+
+        with self:
+            setattr(module, name, not_this_time)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                setattr(module, name, is_overridden)
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         call = _Arguments(*args, **kwargs)
@@ -103,14 +131,12 @@ class RingAttention(TorchFunctionMode):
         out_BHTF = ring.attend(q_BHTE, k_BKTE, v_BKTF, group=self.group, total=self.total, causal=call.is_causal, scale=scale)
         return out_BHTF.view(*call.query.shape[:-1], call.value.shape[-1])
 
-    def _multi_head(self, *args: Any, need_weights: bool = True, **kwargs: Any) -> Any:
+    def _refuse_weights(self, need_weights: bool = True, **_: Any) -> None:
         if need_weights:
             raise UnsupportedAttentionError(
                 "nn.MultiheadAttention was called with need_weights=True, but no rank has the attention weights of the whole sequence "
                 "under context parallelism: call it with need_weights=False, or set cp=1"
             )
-        with _instead_of_sdpa(self._attend):
-            return F.multi_head_attention_forward(*args, need_weights=False, **kwargs)
 
     def _refuse(self, call: _Arguments) -> None:
         query, key, value = call.query, call.key, call.value
@@ -156,14 +182,3 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
-
-
-@contextmanager
-def _instead_of_sdpa(attend: Callable[..., Tensor]) -> Iterator[None]:
-    """See Note [Interception]."""
-    original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = attend
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = original

@@ -23,5 +23,9 @@ class PositionsNotUsedError(ContextParallelError):
     """The step did not read the positions of its shard's tokens."""
 
 
+class LossWeightError(ContextParallelError):
+    """The step's loss was weighted by labels that it does not average over."""
+
+
 class LabelsNotShiftedError(ContextParallelError):
     """The step of a causal model took the labels, but not those shifted before the sequence was cut."""

@@ -4,8 +4,8 @@ Note [No mask tensors]
 ~~~~~~~~~~~~~~~~~~~~~~
 transformers builds a mask from padding and positions before the first layer. On a zigzag shard that goes wrong: a jump in the positions
 looks to it like the border of two packed documents, and a mask could only be that of the shard anyway. So the model is switched to an
-implementation of attention of ours, which differs from its "sdpa" in one thing: inside ``ring_attention`` no mask is built, and each
-layer's own ``is_causal`` says whether attention is causal. What needs a mask beyond that (sliding windows, chunks, overlays) is refused.
+implementation of attention of ours, which differs from its "sdpa" only inside ``ring_attention``: no mask is built, and each layer's own
+``is_causal`` says whether attention is causal. What needs a mask beyond that (sliding windows, chunks, overlays) is refused.
 Outside the block everything is "sdpa" to the letter, so the switch need not be undone.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_par.context.attention import current
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IMPLEMENTATION = "lightning_par_ring"
+UNSUPPORTED = ("softcap", "position_bias", "s_aux", "sinks", "output_attentions")
+"""What a layer may ask of its attention beyond scaled dot products."""
 
 
 def prepare(module: nn.Module) -> None:
@@ -55,12 +58,36 @@ def _switch(name: str, model: PreTrainedModel) -> None:
 
 def _register() -> None:
     """Make the implementation known to transformers. See Note [No mask tensors]."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, sdpa_attention_forward)
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _mask)
+
+
+def _attend(
+    layer: nn.Module, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTF: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' interface of attention: ([B, T, H, F], no weights)."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if current() is None:
+        return sdpa_attention_forward(layer, q_BHTE, k_BKTE, v_BKTF, mask, **options)
+    for name in UNSUPPORTED:
+        if options.get(name) is not None and options[name] is not False:
+            raise UnsupportedAttentionError(f"a layer's attention uses {name}, which the ring cannot compute: set cp=1")
+    causal = options.get("is_causal")
+    out_BHTF = F.scaled_dot_product_attention(
+        q_BHTE,
+        k_BKTE,
+        v_BKTF,
+        attn_mask=mask,
+        dropout_p=options.get("dropout", 0.0),
+        is_causal=getattr(layer, "is_causal", True) if causal is None else causal,  # also if the shard is one token: no decoding here
+        scale=options.get("scaling"),
+        enable_gqa=True,
+    )
+    return out_BHTF.transpose(1, 2).contiguous(), None
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:

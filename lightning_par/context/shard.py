@@ -30,12 +30,14 @@ class ShardedBatch(dict[str, Any]):
     Attributes:
         padded: some sequences of the whole batch have padding at their end.
         read: the keys read so far.
+        weighed_as_causal: what ``weight`` was last asked for.
     """
 
     def __init__(self, values: Mapping[str, Any], *, padded: bool = False) -> None:
         super().__init__(values)
         self.padded = padded
         self.read: set[str] = set()
+        self.weighed_as_causal: bool | None = None
 
     def plain(self) -> dict[str, Any]:
         """The same as a plain dict; this is no reading."""
@@ -46,6 +48,7 @@ class ShardedBatch(dict[str, Any]):
 
         Labels that are not -100, shifted ones for a causal model; without labels, tokens. Summed over the group it is that of the whole.
         """
+        self.weighed_as_causal = causal
         values = self.plain()
         labels = values.get("shift_labels" if causal else "labels")
         if isinstance(labels, Tensor) and labels.shape == values["input_ids"].shape and not labels.is_floating_point():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_par.context.attention import RingAttention
-from lightning_par.context.errors import AttentionNotUsedError, LabelsNotShiftedError, PositionsNotUsedError
+from lightning_par.context.errors import AttentionNotUsedError, LabelsNotShiftedError, LossWeightError, PositionsNotUsedError
 from lightning_par.context.shard import ShardedBatch
 
 
@@ -28,4 +28,10 @@ def verify_step(batch: ShardedBatch, ring: RingAttention) -> None:
             "the step of a causal model read batch['labels'] but not batch['shift_labels']; labels that the module shifts itself are wrong "
             "at the borders of a shard: use batch['shift_labels'] where it is given (model(**batch) does, for transformers models), or, if "
             "your labels are shifted already, give them under that name"
+        )
+    if batch.weighed_as_causal not in (None, ring.causal) and "shift_labels" in batch:
+        raise LossWeightError(
+            f"the loss was weighted by the {'shifted' if batch.weighed_as_causal else 'unshifted'} labels of each shard, but attention was "
+            f"{'causal' if ring.causal else 'full'}: masked language models, whose labels stand at their own tokens, are weighted slightly "
+            "wrong by what models of the next token average over; set cp=1"
         )

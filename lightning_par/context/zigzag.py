@@ -8,10 +8,10 @@ size times the work of the first. For three ranks, queries of rank 1 (pieces 1 a
 
                   keys of rank 0    keys of rank 1    keys of rank 2
                   piece 0 piece 5   piece 1 piece 4   piece 2 piece 3
-        piece 1      x       .         \       .         .       .
-        piece 4      x       .         x       \         x       x
+        piece 1     all     .       causal    .         .       .
+        piece 4     all     .         all   causal     all     all
 
-    x all, \ causal, . nothing: each block is one rectangle, or a causal square on the diagonal.
+So each block is one rectangle, or a causal square on the diagonal.
 
 Pieces differ by at most one token (``layout.split``) and may be empty, so every length of at least ``size`` tokens works, and no padding
 token exists that attention, positions or the loss would have to know of. The tokens of a rank stay in the order of their positions.
