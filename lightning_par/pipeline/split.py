@@ -152,11 +152,14 @@ def _around(module: nn.Module, layers: str) -> tuple[list[str], list[str]]:
         parent = module.get_submodule(prefix)
         names = list(parent._modules)
         way = names.index(step)
-        for found, children in ((before, names[:way]), (after, names[way + 1 :])):
-            for child in children:
-                found.extend(_callable_parts(parent._modules[child], _join(prefix, child)))
+        before += _with_parameters(parent, prefix, names[:way])
+        after = _with_parameters(parent, prefix, names[way + 1 :]) + after  # the deeper, the sooner after the layers
         prefix = _join(prefix, step)
     return before, after
+
+
+def _with_parameters(parent: nn.Module, prefix: str, children: list[str]) -> list[str]:
+    return [name for child in children for name in _callable_parts(parent._modules[child], _join(prefix, child))]
 
 
 def _callable_parts(module: nn.Module | None, name: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -153,6 +153,7 @@ class _Pass:
     received: Any
     output: Any = None
     is_done: bool = False
+    passed: set[int] = field(default_factory=set)  # layers of earlier stages that were called
 
 
 class StageLayers(nn.ModuleList):
@@ -222,8 +223,7 @@ class StageLayers(nn.ModuleList):
         if now is None:
             raise PipelineError(f"{self._name}.{index} is on another pipeline rank: layers run only within the trainer's steps")
         if index < now.span.start:
-            if now.is_done:
-                raise PipelineError(f"the step runs {self._name} twice for one micro-batch; a pipeline can hand over only one pass")
+            self._check_passing(now, index)
             return now.received
         if not now.is_done:
             raise PipelineError(
@@ -232,14 +232,23 @@ class StageLayers(nn.ModuleList):
         self._check_chain(now, given)
         raise StageExit(now.output)
 
+    def _check_passing(self, now: _Pass, index: int) -> None:
+        if index in now.passed:
+            raise PipelineError(f"the step runs {self._name} twice for one micro-batch; a pipeline can hand over only one pass")
+        now.passed.add(index)
+        if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(now.received)):
+            raise PipelineError(
+                f"{self._name} runs without gradients inside a training step: checkpoint activations with use_reentrant=False, and freeze "
+                "layers with requires_grad_(False) instead of torch.no_grad()"
+            )
+
     def _check_chain(self, now: _Pass, given: Any) -> None:
         """Layer by layer, nothing but a layer's own output may go on. See Note [The unmodified forward]."""
         hidden = next(iter(tensors_of(now.output)), None)
         if hidden is None or not any(leaf is hidden for leaf in tree_leaves(given)):
             raise PipelineError(
                 f"{self._name}.{now.span.stop} is not given what {self._name}.{now.span.stop - 1} returned: the model changes the hidden "
-                "state between its layers, which a pipeline cannot follow. Do it inside the layers (a residual sum belongs to the layer), "
-                "and checkpoint activations with use_reentrant=False"
+                "state between its layers, which a pipeline cannot follow. Do it inside the layers: a residual sum belongs to the layer"
             )
 
 

@@ -65,7 +65,11 @@ def model_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Twin:
-    """A model cut by the pipeline, and the whole model it was cut from."""
+    """A model cut by the pipeline, and the whole model it was cut from.
+
+    ``pieces``: the whole model takes the micro-batches one by one, too (transformers computes losses and norms in float32, so other
+    pieces round otherwise); else the batch at once, which is what a user without a pipeline has.
+    """
 
     def __init__(
         self,
@@ -75,15 +79,16 @@ class Twin:
         chunks: int = 1,
         *,
         layers: str | None = None,
+        pieces: bool = False,
         call: Callable[[nn.Module, Batch], Tensor] = model_loss,
     ) -> None:
-        self.whole, self.model, self.group, self.call = copy.deepcopy(model), model, group, call
+        self.whole, self.model, self.group, self.call, self.pieces = copy.deepcopy(model), model, group, call, pieces
         self.pipeline = Pipeline.split(model, group, schedule, chunks, layers)
 
     def train_step(self, batch: Batch, microbatches: int, tolerance: float = 1e-10) -> None:
         """One step on both; asserts equal losses and gradients."""
         self.whole.zero_grad()
-        expected = self.call(self.whole, batch)
+        expected = self._expected(batch, microbatches)
         expected.backward()
         self.model.zero_grad()
         step = Step(self.model, cut(batch, microbatches), self.call)
@@ -97,13 +102,20 @@ class Twin:
     def evaluate(self, batch: Batch, microbatches: int, tolerance: float = 1e-10) -> None:
         """Forward only on both; asserts equal losses, and that no gradient came to be."""
         with torch.no_grad():
-            expected = self.call(self.whole, batch)
+            expected = self._expected(batch, microbatches)
         self.model.zero_grad()
         step = Step(self.model, cut(batch, microbatches), self.call)
         self.pipeline.forward_only(step, step.signatures)
         if self.pipeline.is_last:
             torch.testing.assert_close(torch.stack(step.losses).sum(), expected, rtol=0, atol=tolerance)
         assert all(p.grad is None for p in self.model.parameters())
+
+    def _expected(self, batch: Batch, microbatches: int) -> Tensor:
+        """The loss of the whole model in one process."""
+        if not self.pieces:
+            return self.call(self.whole, batch)
+        step = Step(self.whole, cut(batch, microbatches), self.call)
+        return torch.stack([step(m) for m in range(microbatches)]).sum()
 
     def check_gradients(self, tolerance: float) -> None:
         gradients = {first: self.model.get_parameter(name).grad for name, first in self.pipeline.names.items()}

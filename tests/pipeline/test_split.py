@@ -1,0 +1,159 @@
+"""Where everything lives, and what a rank's module looks like after the cut. No process: a group is only its size and index here."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_par.layout import Span
+from lightning_par.pipeline import PipelineError, balance, place
+from lightning_par.pipeline.split import Placement, cut, find_layers
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(2)])  # a list in every layer is no layer list
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+class LikeLlama(nn.Module):
+    """Names and order of a transformers Llama: rotary angles after the layers, without parameters; the head outside."""
+
+    def __init__(self, layers: int = 5, tie: bool = False) -> None:
+        super().__init__()
+        self.metric = nn.Identity()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(7, 4)
+        self.model.layers = nn.ModuleList([Block() for _ in range(layers)])
+        self.model.norm = nn.LayerNorm(4)
+        self.model.rotary_emb = nn.Identity()
+        self.lm_head = nn.Linear(4, 7, bias=False)
+        if tie:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+class LikeNanoGPT(nn.Module):
+    """A ModuleDict on the way, and parameters that hang on it."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.extra = nn.ModuleList([nn.Embedding(2, 4), nn.Dropout(), nn.LayerNorm(4)])
+        parts = {
+            "wte": nn.Embedding(7, 4),
+            "wpe": nn.Embedding(9, 4),
+            "drop": nn.Dropout(),
+            "h": nn.ModuleList(Block() for _ in range(layers)),
+        }
+        self.transformer = nn.ModuleDict(parts | {"ln_f": nn.LayerNorm(4)})
+        self.head = nn.Linear(4, 7)
+
+
+def test_modules_before_the_layers_go_first_and_those_after_go_last() -> None:
+    placement = place(LikeLlama(), 2)
+    assert placement.layers == "model.layers"
+    assert placement.before == ("model.embed_tokens",)
+    assert placement.after == ("model.norm", "lm_head")
+    placement = place(LikeNanoGPT(), 2)
+    assert placement.layers == "transformer.h"
+    assert placement.before == ("extra.0", "extra.2", "transformer.wte", "transformer.wpe")
+    assert placement.after == ("transformer.ln_f", "head")
+    assert list(placement.stages_of("scale")) == [0, 1]
+    assert str(place(LikeLlama(), 2)) == "stage 0: model.embed_tokens, model.layers.0..2\nstage 1: model.layers.3..4, model.norm, lm_head"
+
+
+@pytest.mark.parametrize("layers", [5, 6, 7])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_P1_P2_every_layer_lives_on_one_stage_under_its_global_name(layers: int, ranks: int, chunks: int) -> None:
+    if ranks * chunks > layers:
+        with pytest.raises(PipelineError, match=f"model.layers has {layers} layers, too few for {ranks * chunks} pipeline stages"):
+            place(LikeLlama(layers), ranks * chunks)
+        return
+    found: list[str] = []
+    whole = {name for name, _ in LikeLlama(layers).named_parameters()}
+    for index in range(ranks):
+        model = LikeLlama(layers)
+        for i, block in enumerate(model.model.layers):
+            nn.init.constant_(block.linear.weight, i)
+        cut(model, place(model, ranks * chunks), ranks, index)
+        for name, parameter in model.named_parameters():
+            if name.endswith("linear.weight"):
+                assert (parameter == int(name.split(".")[2])).all()
+        found += [name for name, _ in model.named_parameters()]
+    assert sorted(found) == sorted(whole)
+
+
+def test_what_is_absent_holds_no_memory_and_no_state() -> None:
+    model = LikeLlama()
+    cut(model, place(model, 2), 2, 1)
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    assert not any(name.startswith("model.embed_tokens") for name in model.state_dict())
+    assert model.model.embed_tokens.weight.is_meta
+    assert model.model.embed_tokens.embedding_dim == 4
+    assert model.model.layers[0].linear.weight.is_meta
+    model.load_state_dict(model.state_dict())
+
+
+def test_a_tie_stays_a_tie_where_both_ends_are() -> None:
+    model = LikeLlama(tie=True)
+    cut(model, place(model, 3), 1, 0)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model = LikeLlama(tie=True)
+    weight = model.lm_head.weight
+    cut(model, place(model, 2), 2, 1)
+    assert model.lm_head.weight is weight
+    assert not weight.is_meta
+
+
+def test_layers_are_balanced_with_what_stands_before_and_after() -> None:
+    assert balance([1] * 6, 3) == [Span(0, 2), Span(2, 4), Span(4, 6)]
+    assert balance([1] * 7, 3) == [Span(0, 2), Span(2, 4), Span(4, 7)]
+    assert balance([1] * 7, 2, first=1) == [Span(0, 3), Span(3, 7)]
+    assert balance([1] * 7, 3, last=2) == [Span(0, 3), Span(3, 6), Span(6, 7)]
+    assert balance([1, 1, 1, 9], 2) == [Span(0, 3), Span(3, 4)]
+    assert balance([1] * 3, 3, first=99, last=99) == [Span(0, 1), Span(1, 2), Span(2, 3)]
+
+
+@pytest.mark.parametrize("stages", range(1, 8))
+def test_balance_is_the_best_of_all_cuts(stages: int) -> None:
+    costs = [3, 1, 4, 1, 5, 9, 2]
+    spans = balance(costs, stages, first=2, last=6)
+
+    def dearest(cuts: tuple[int, ...]) -> int:
+        edges = (0, *cuts, len(costs))
+        sums = [sum(costs[a:b]) for a, b in pairwise(edges)]
+        sums[0] += 2
+        sums[-1] += 6
+        return max(sums)
+
+    assert dearest(tuple(span.stop for span in spans[:-1])) == min(map(dearest, combinations(range(1, len(costs)), stages - 1)))
+
+
+def test_a_module_that_cannot_be_split_says_why_and_how_to_name_the_layers() -> None:
+    with pytest.raises(PipelineError, match=r"Linear has no nn\.ModuleList of like blocks.*layers="):
+        find_layers(nn.Linear(2, 2))
+    two = nn.ModuleDict({"encoder": nn.ModuleList([Block(), Block()]), "decoder": nn.ModuleList([Block(), Block()])})
+    with pytest.raises(PipelineError, match=r"several layer lists.*encoder \(2 layers.*decoder \(2 layers"):
+        find_layers(two)
+    assert find_layers(two, "decoder") == "decoder"
+    with pytest.raises(PipelineError, match=r"layers='decoders' is not a ModuleList of ModuleDict; there are: encoder"):
+        find_layers(two, "decoders")
+
+
+def test_a_placement_is_plain_data() -> None:
+    placement = Placement("h", (Span(0, 2), Span(2, 3)), ("embed",), ("head",))
+    assert [list(placement.stages_of(name)) for name in ("h.1.weight", "h.2.a.b", "embed.weight", "head.bias", "scale")] == [
+        [0],
+        [1],
+        [0],
+        [1],
+        [0, 1],
+    ]

@@ -1,0 +1,250 @@
+"""The unmodified forward: every way to run a loop over the layers, one stage after the other in one process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_par.pipeline import PipelineError, StageExit, place
+from lightning_par.pipeline.split import cut
+
+Loop = Callable[[nn.ModuleList, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.kind = "odd" if index % 2 else "even"
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return x + torch.tanh(self.linear(x)) + shift
+
+
+class PairLayer(Layer):
+    """Returns the hidden state and something to hand to the next layer."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+        hidden = super().forward(x)
+        return hidden, {"bias": hidden * 2 if bias is None else bias + 1, "none": None}
+
+
+class Model(nn.Module):
+    def __init__(self, loop: Loop, layer: type[Layer] = Layer) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loop = loop
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList([layer(i) for i in range(5)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.loop(self.layers, self.embed(ids)))
+
+
+def over(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def numbered(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for i, layer in enumerate(layers):
+        x = layer(x, shift=i / 7)
+    return x
+
+
+def sliced(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers[: len(layers)]:
+        x = layer(x)
+    return x
+
+
+def indexed(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for i in range(len(layers)):
+        x = layers[i](x)
+    return layers[-1].linear.weight.new_zeros(()) + x
+
+
+def listed(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in list(layers):
+        x = layer(x)
+    return x
+
+
+def by_kind(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    shifts = {"odd": 1.0, "even": 0.5}
+    for layer in layers:
+        x = layer(x, shift=shifts[layer.kind])
+    return x
+
+
+def in_place(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x.mul_(1) if x.grad_fn is not None and not x.is_leaf else x)
+    return x
+
+
+def carrying(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    bias = None
+    for layer in layers:
+        out = layer(x, bias)
+        x, bias = out[0], out[1]["bias"]
+    return x + bias
+
+
+def catching(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    try:
+        return over(layers, x)
+    except Exception:
+        return x
+
+
+def checkpointed(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+def through_the_stages(model: nn.Module, ids: Tensor, ranks: int = 3, *, stages: int = 3) -> Tensor:
+    """The output of the last stage, each stage cut from a copy of the model, the boundary handed on as it is."""
+    received: Any = None
+    for stage in range(stages):
+        part = copy.deepcopy(model)
+        layers = cut(part, place(part, stages), ranks, stage % ranks)
+        with layers.active(stage, received):
+            try:
+                return part(ids)
+            except StageExit as stop:
+                received = stop.output
+    raise AssertionError("the last stage ended early")
+
+
+@pytest.mark.parametrize("loop", [over, numbered, sliced, indexed, listed, by_kind, in_place, catching, checkpointed])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (3, 3), (2, 4), (1, 5)])
+def test_P9_any_loop_over_the_layers_sees_global_places(loop: Loop, ranks: int, stages: int) -> None:
+    model, ids = Model(loop), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids, ranks, stages=stages), model(ids))
+
+
+def test_layers_may_return_tuples_and_hand_several_tensors_on() -> None:
+    model, ids = Model(carrying, PairLayer), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids), model(ids))
+
+
+def added_outside(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = x + layer(x)
+    return x
+
+
+def reentrant(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=True)
+    return x
+
+
+def twice(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return over(layers, over(layers, x))
+
+
+def backwards(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in reversed(layers):
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("loop", "reason"),
+    [
+        (added_outside, r"layers\.1 is not given what layers\.0 returned"),
+        (reentrant, r"checkpoint activations with use_reentrant=False"),
+        (twice, "runs layers twice for one micro-batch"),
+        (backwards, r"calls layers\.4 before layers\.0"),
+    ],
+)
+def test_a_loop_that_a_pipeline_cannot_follow_is_refused_by_name(loop: Loop, reason: str) -> None:
+    with pytest.raises(PipelineError, match=reason):
+        through_the_stages(Model(loop), torch.tensor([[1, 5, 8]]))
+
+
+def part_of(model: nn.Module, index: int, ranks: int = 2) -> nn.Module:
+    cut(model, place(model, ranks), ranks, index)
+    return model
+
+
+def test_what_reads_an_absent_embedding_gets_nan_never_a_plausible_number() -> None:
+    embedded = part_of(Model(over), 1).embed(torch.zeros(2, 3, dtype=torch.long))
+    assert embedded.shape == (2, 3, 4)
+    assert embedded.isnan().all()
+    assert embedded.untyped_storage().nbytes() == 4
+
+
+def test_a_stand_in_follows_the_module_to_another_dtype() -> None:
+    model = part_of(Model(over), 1).to(torch.bfloat16)
+    assert model.embed(torch.zeros(1, 2, dtype=torch.long)).dtype == torch.bfloat16
+    model.double().eval()
+    assert model.embed(torch.zeros(1, 2, dtype=torch.long)).dtype == torch.float64
+    assert not model.embed.training
+
+
+def test_coming_to_a_module_of_the_last_stage_is_an_error_with_its_name() -> None:
+    with pytest.raises(PipelineError, match="head lives on the last pipeline stage"):
+        part_of(Model(over), 0).head(torch.zeros(4))
+
+
+def test_layers_of_other_ranks_can_be_walked_but_not_run_outside_a_step() -> None:
+    model = part_of(Model(over), 0)
+    assert len(model.layers) == 5
+    assert [len(list(layer.parameters())) for layer in model.layers] == [2, 2, 0, 0, 0]
+    assert model.layers[3].kind == "odd"
+    assert model.layers[-1].kind == "even"
+    with pytest.raises(IndexError):
+        model.layers[5]
+    with pytest.raises(PipelineError, match=r"layers\.3 is on another pipeline rank"):
+        model.layers[3](torch.zeros(4))
+    copy.deepcopy(model)
+
+
+def test_the_list_is_ready_again_after_any_exception() -> None:
+    model, ids = part_of(Model(over), 0), torch.tensor([[1]])
+    with pytest.raises(ZeroDivisionError), model.layers.active(0, None):
+        1 / 0  # noqa: B018
+    with pytest.raises(StageExit), model.layers.active(0, None):
+        model(ids)
+    with pytest.raises(PipelineError, match="inside another"), model.layers.active(0, None), model.layers.active(0, None):
+        pass
+    with pytest.raises(StageExit), model.layers.active(0, None):
+        model(ids)
+
+
+def test_leaving_a_stage_keeps_nothing_of_the_unwound_frames() -> None:
+    seen: list[weakref.ref] = []
+
+    def watched(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+            local = torch.zeros(3)
+            seen.append(weakref.ref(local))
+        return x
+
+    model = part_of(Model(watched), 0)
+    gc.disable()
+    try:
+        with model.layers.active(0, None):
+            try:
+                model(torch.tensor([[1]]))
+            except StageExit as stop:
+                output = stop.output
+        assert output.shape == (1, 1, 4)
+        assert all(ref() is None for ref in seen)
+    finally:
+        gc.enable()
