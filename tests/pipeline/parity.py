@@ -124,7 +124,7 @@ class Twin:
             own = gradients.get(first)
             total = torch.zeros_like(self.whole.get_parameter(first)) if own is None else own.clone()
             self.group.all_reduce(total)
-            if first in gradients:
+            if first in gradients and self.whole.get_parameter(first).requires_grad:
                 gradients[first] = total
         for first, gradient in gradients.items():
             expected = self.whole.get_parameter(first).grad

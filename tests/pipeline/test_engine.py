@@ -1,12 +1,20 @@
+"""Pipelines on real ranks against one process, in float64."""
+
 from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_par.comm import Group
+from lightning_par.pipeline import Pipeline, PipelineError, simulate, training_plan
 from lightning_par.recipes.gpt import GPT, GPTConfig
-from tests.harness import run_world
-from tests.pipeline.parity import VOCAB, Twin, pp_group, tokens
+from tests.harness import WorldError, run_world
+from tests.pipeline.parity import VOCAB, Batch, Step, Twin, cut, pp_group, tokens
 
 
 def gpt(layers: int = 7, tie: bool = False) -> nn.Module:
@@ -14,17 +22,329 @@ def gpt(layers: int = 7, tie: bool = False) -> nn.Module:
     return GPT(GPTConfig(vocab_size=VOCAB, hidden=24, layers=layers, heads=4, kv_heads=2, ffn=29, tie_embeddings=tie)).double()
 
 
-def _gpt(size: int, schedule: str, chunks: int) -> None:
+def _parity(size: int, cases: list[tuple[str, int]]) -> None:
     group = pp_group(size)
-    for tie in (False, True):
-        twin = Twin(gpt(tie=tie), group, schedule, chunks)
-        for microbatches in range(1, 6):
-            twin.train_step(tokens(7, 9, seed=microbatches), microbatches)
+    for schedule, chunks in cases:
+        for tie in (False, True):
+            twin = Twin(gpt(tie=tie), group, schedule, chunks)
+            assert twin.pipeline.tied == ({"embed.weight": (0, size - 1)} if tie and size > 1 else {})
+            for microbatches in range(1, 6):
+                twin.train_step(tokens(7, 9, seed=microbatches), microbatches)
 
 
 @pytest.mark.parametrize(
-    ("size", "schedule", "chunks"),
-    [(2, "gpipe", 1), (3, "1f1b", 1), (2, "1f1b", 1), (2, "interleaved_1f1b", 2), (3, "interleaved_1f1b", 2), (2, "interleaved_1f1b", 3)],
+    ("size", "cases"),
+    [
+        (1, [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 3)]),
+        (2, [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)]),
+        (3, [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)]),
+        (4, [("1f1b", 1)]),
+    ],
 )
-def test_P1_P3_P5_P7_P8_any_number_of_microbatches_gives_the_gradients_of_one_process(size: int, schedule: str, chunks: int) -> None:
-    run_world(_gpt, size, size, schedule, chunks, timeout=30.0)
+def test_P1_P3_P5_P7_P8_any_number_of_microbatches_gives_the_gradients_of_one_process(size: int, cases: list[tuple[str, int]]) -> None:
+    run_world(_parity, size, size, cases)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 29, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=32, use_cache=False, **sizes)).double()
+
+
+def gpt2(tie: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 7, "n_head": 4, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, use_cache=False, tie_word_embeddings=tie, **sizes, **dropout)).double()
+
+
+def _transformers(size: int, cases: list[tuple[str, int]]) -> None:
+    group = pp_group(size)
+    for schedule, chunks in cases:
+        for model in (llama(), gpt2(tie=True), gpt2(tie=False)):
+            twin = Twin(model, group, schedule, chunks, pieces=True)
+            for microbatches in (1, 2, 5):
+                twin.train_step(tokens(5, 9), microbatches)
+            twin.evaluate(tokens(3, 6), 2)
+    checkpointed = llama()
+    checkpointed.activation_checkpointing_enable()
+    Twin(checkpointed.train(), group, *cases[-1], pieces=True).train_step(tokens(5, 9), 3)
+
+
+@pytest.mark.parametrize(("size", "cases"), [(2, [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)]), (3, [("gpipe", 1), ("1f1b", 1)])])
+def test_untouched_transformers_models_give_the_gradients_of_one_process(size: int, cases: list[tuple[str, int]]) -> None:
+    pytest.importorskip("transformers")
+    run_world(_transformers, size, size, cases)
+
+
+def _changing_shapes() -> None:
+    group = pp_group(2)
+    for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2)):
+        twin = Twin(gpt(), group, schedule, chunks)
+        twin.train_step(tokens(4, 9), 2)
+        twin.evaluate(tokens(6, 11), 3)
+        twin.train_step(tokens(4, 5), 4)
+        twin.train_step(tokens(7, 9), 3)  # pieces of 3, 2 and 2 rows
+        twin.model.eval()
+        twin.evaluate(tokens(1, 9), 1)
+        twin.model.train()
+        twin.train_step(tokens(4, 9), 2)
+
+
+def test_P5_P6_shapes_may_change_between_steps_and_between_train_and_eval() -> None:
+    run_world(_changing_shapes, 2)
+
+
+class Classifier(nn.Module):
+    """Layers that take a keyword and return a tuple, worked on in place; an odd tensor, an integer one and None at the boundary."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.pos = nn.Parameter(torch.randn(width))  # hangs on the root: every stage has it
+        self.enter = nn.Sequential(nn.Linear(5, width), nn.LayerNorm(width))
+        self.blocks = nn.ModuleList([ClassifierBlock(width) for _ in range(5)])
+        self.leave = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, target: Tensor, *, scale: Tensor) -> Tensor:
+        x = self.enter(x) + self.pos
+        carried, count = None, torch.zeros(len(x), dtype=torch.long)
+        for i, block in enumerate(self.blocks):
+            x, (carried, count, _) = block(x, carried, count, scale=scale, shift=float(i))
+        assert (count == len(self.blocks)).all()
+        return nn.functional.cross_entropy(self.leave(x * self.pos) + carried, target)
+
+
+class ClassifierBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, carried: Tensor | None, count: Tensor, *, scale: Tensor, shift: float) -> Any:
+        x += torch.tanh(self.linear(x * 0.5)) * scale[:, None] + shift
+        new = x.mean(-1, keepdim=True)
+        return x, (new if carried is None else carried + new, count + 1, None)
+
+
+def samples(rows: int) -> Batch:
+    generator = torch.Generator().manual_seed(rows)
+    real = {key: torch.randn(*shape, generator=generator, dtype=torch.float64) for key, shape in {"x": (rows, 5), "scale": (rows,)}.items()}
+    return real | {"target": torch.randint(0, 3, (rows,), generator=generator)}
+
+
+def call(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**batch)
+
+
+def _classifier(size: int) -> None:
+    group = pp_group(size)
+    for schedule in ("gpipe", "1f1b"):
+        twin = Twin(Classifier().double(), group, schedule, call=call)
+        assert twin.pipeline.tied == {"pos": tuple(range(size))}
+        for microbatches in (1, 3, 4):
+            twin.train_step(samples(7), microbatches)
+        twin.evaluate(samples(3), 2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_P13_keywords_tuples_and_several_tensors_at_the_boundary(size: int) -> None:
+    run_world(_classifier, size, size)
+
+
+def _frozen() -> None:
+    group = pp_group(2)
+    for frozen in ("embed.", "layers.", "head."):
+        model = gpt(tie=frozen == "embed.")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+        Twin(model, group, "1f1b").train_step(tokens(4, 9), 3)
+    model = gpt()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("layers.5", "layers.6", "norm", "head")))  # nothing to train on stage 0
+    twin = Twin(model, group, "1f1b")
+    twin.train_step(tokens(4, 9), 3)
+    for whole in (twin.whole, twin.model):
+        whole.requires_grad_(True)  # thawed in mid-training, with the same shapes
+    twin.train_step(tokens(4, 9), 3)
+
+
+def test_P10_P11_frozen_stages_and_frozen_ties_train_the_rest() -> None:
+    run_world(_frozen, 2)
+
+
+class Watched(nn.Module):
+    """Counts the graphs of its layers that are alive."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleList([WatchedLayer() for _ in range(layers)])
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class WatchedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.alive: list[weakref.ref] = []
+        self.peak = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        mark = Mark()
+        self.alive = [ref for ref in self.alive if ref() is not None] + [weakref.ref(mark)]
+        self.peak = max(self.peak, len(self.alive))
+        return torch.tanh(self.linear(Marked.apply(x, mark)))
+
+
+class Mark:
+    """Lives as long as the graph that holds it."""
+
+
+class Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: Mark) -> Tensor:
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _alive(size: int, schedule: str, microbatches: int) -> int:
+    model = Watched(size)
+    pipeline = Pipeline.split(model, pp_group(size), schedule)
+    step = Step(model, cut(tokens(2 * microbatches, 5), microbatches), call)
+    gc.disable()
+    pipeline.forward_backward(step, step.signatures)
+    layer = next(layer for layer in model.layers if next(layer.parameters(), None) is not None)
+    assert all(ref() is None for ref in layer.alive)
+    return layer.peak
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_activations_live_as_long_as_the_simulator_says(schedule: str) -> None:
+    assert run_world(_alive, 3, 3, schedule, 5) == simulate(training_plan(schedule, 3, 1, 5)).peak_live
+
+
+def _sent() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    group = pp_group(2)
+    model = gpt()
+    pipeline = Pipeline.split(model, group, "1f1b")
+    step = Step(model, cut(tokens(4, 9), 2), lambda model, batch: model(**batch).loss)
+    counts = []
+    for _ in range(2):
+        with group.trace.recording() as sent:
+            pipeline.forward_backward(step, step.signatures)
+        counts.append([(call.op, call.elements) for call in sent])
+    return counts[0], counts[1]
+
+
+def test_in_the_steady_state_nothing_but_activations_and_gradients_is_sent() -> None:
+    (first, second), (_, back) = run_world(_sent, 2)
+    assert second == [("send", 2 * 9 * 24)] * 2
+    assert len(first) == len(second) + 2  # one form, as a length and its bytes: both pieces have one shape
+    assert back == [("send", 2 * 9 * 24)] * 2
+
+
+def _raises(where: str) -> None:
+    group = pp_group(2)
+    model = gpt()
+    pipeline = Pipeline.split(model, group, "1f1b")
+
+    def forward(microbatch: int) -> Tensor:
+        if where == "step" and group.index == 1 and microbatch == 1:
+            raise LookupError("no such row")
+        loss = model(**tokens(2, 5)).loss
+        if where == "backward" and group.index == 1:
+            loss.register_hook(lambda grad: 1 / 0)
+        return loss
+
+    pipeline.forward_backward(forward, ["same"] * 3)
+
+
+@pytest.mark.parametrize(("where", "reason"), [("step", "LookupError: no such row"), ("backward", "ZeroDivisionError")])
+def test_what_the_step_raises_comes_out_unchanged(where: str, reason: str) -> None:
+    with pytest.raises(WorldError, match=f"(?s)rank 1 .*{reason}"):
+        run_world(_raises, 2, where, grace=0.3)
+
+
+def _alone(forward: Any, signatures: list[str], chunks: int = 2) -> None:
+    model = gpt(layers=2)
+    pipeline = Pipeline.split(model, Group("pp"), "interleaved_1f1b", chunks)
+    pipeline.forward_backward(lambda m: forward(model, m), signatures)
+
+
+def test_a_step_that_swallows_the_exit_or_skips_the_layers_is_refused() -> None:
+    def bare(model: nn.Module, microbatch: int) -> Tensor:
+        try:
+            return model(**tokens(2, 5)).loss
+        except BaseException:
+            return torch.zeros(())
+
+    with pytest.raises(PipelineError, match="came to its end on stage 0 of 2"):
+        _alone(bare, ["same"])
+    with pytest.raises(PipelineError, match="must return its loss, a tensor of one element; it returned None"):
+        _alone(lambda model, m: None, ["same"], chunks=1)
+
+
+def test_a_signature_that_hides_another_shape_is_refused() -> None:
+    with pytest.raises(PipelineError, match=r"stage 0 returned float64\[2, 6, 24\] where it returned float64\[2, 5, 24\]"):
+        _alone(lambda model, m: model(**tokens(2, 5 + m)).loss, ["same", "same"])
+
+
+class HandsOn(nn.Module):
+    """Gives the embedding to every layer: no other stage has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleList([nn.Bilinear(8, 8, 8) for _ in range(2)])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = embedded = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, embedded)
+        return x.mean()
+
+
+def _hands_on() -> str:
+    model = HandsOn()
+    pipeline = Pipeline.split(model, pp_group(2), "1f1b")
+    step = Step(model, [tokens(2, 5)], call)
+    if not pipeline.is_last:
+        pipeline.forward_backward(step, step.signatures)
+        return ""
+    with pytest.warns(UserWarning, match="NaN appeared") as caught:
+        pipeline.forward_backward(step, step.signatures)
+    assert step.losses[0].isnan()
+    return str(caught[0].message)
+
+
+def test_a_layer_that_reads_the_first_stage_gives_nan_and_a_warning_with_its_name() -> None:
+    assert "NaN appeared on pipeline stage 1" in run_world(_hands_on, 2)[1]
+
+
+def _dtypes() -> None:
+    group = pp_group(2)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        twin = Twin(gpt().to(dtype), group, "1f1b")
+        twin.train_step(tokens(4, 9), 2, tolerance)
+        twin = Twin(gpt(), group, "1f1b")
+        for model in (twin.whole, twin.model):
+            model.to(dtype)  # after the split, as a precision plugin may
+        twin.train_step(tokens(4, 9), 2, tolerance)
+
+
+def test_activations_travel_in_the_dtype_of_the_model() -> None:
+    run_world(_dtypes, 2)
