@@ -17,6 +17,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping
@@ -222,7 +223,8 @@ def _error_file(job: Job) -> Path:
 def _first_error_speaks(record: Path) -> Iterator[None]:
     """The first rank to fail prints its traceback; the others, which fail because of it, one line. All leave at once.
 
-    Who makes the file `record` is the first. Leaving skips the interpreter's shutdown, which could wait for ranks that are gone.
+    Who makes the file `record` is the first. Leaving skips the interpreter's shutdown, which could wait for ranks that are gone, and
+    comes a moment later, so that a rank which died without a word is the first that the agent finds missing.
     """
     try:
         yield
@@ -238,4 +240,5 @@ def _first_error_speaks(record: Path) -> Iterator[None]:
             sys.stderr.write(f"rank {rank} ended too: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}\n")
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(1)
         os._exit(1)
