@@ -13,9 +13,9 @@ any layer after ``last``                 raises ``StageExit`` with what layer ``
 a module after the layers                runs it; only the last stage gets there
 =======================================  =================================================================================
 
-So the loop sees every layer at its own place, whether it iterates, enumerates, slices or indexes, and what the loop does between
-layers happens on both sides of a boundary with the right values on the side that goes on. The layers' ``StageExit`` is a
-BaseException: ``except Exception`` in user code does not catch it.
+So the loop sees every layer at its own place, whether it iterates, enumerates, slices or indexes. ``StageExit`` is a BaseException:
+``except Exception`` in user code does not catch it. Its call is outside the last layer's own, so that activation checkpointing of that
+layer is complete by then.
 
 This is right if everything a layer reads is the previous layer's output, or is computed by each rank for itself (masks, positions,
 rotary angles). It is wrong if the loop changes the hidden state outside the layers (``x = x + layer(x)``) or hands a module's output
@@ -151,6 +151,7 @@ class _Pass:
 
     span: Span
     received: Any
+    exits: bool  # whether a stage follows
     output: Any = None
     is_done: bool = False
     passed: set[int] = field(default_factory=set)  # layers of earlier stages that were called
@@ -174,20 +175,18 @@ class StageLayers(nn.ModuleList):
         copies = [layer if i in local else on_meta(layer) for i, layer in enumerate(layers)]
         self._spans, self._stages, self._name = dict(spans), stages, name
         self._others = tuple(_OtherLayer(layer, i, self._outside) for i, layer in enumerate(copies))
-        self._lasts = {stage: _LastLayer(layers[span.stop - 1], self._keep) for stage, span in spans.items() if stage < stages - 1}
         self._now: _Pass | None = None
-        self._stage = -1
 
     @contextmanager
     def active(self, stage: int, received: Any) -> Iterator[None]:
         """Inside, the list presents ``stage`` to the model, with ``received`` as what the layer before it returned."""
         if self._now is not None:
             raise PipelineError("a pipeline step was started inside another")
-        self._now, self._stage = _Pass(self._spans[stage], received), stage
+        self._now = _Pass(self._spans[stage], received, exits=stage < self._stages - 1)
         try:
             yield
         finally:
-            self._now, self._stage = None, -1
+            self._now = None
 
     @override
     def __len__(self) -> int:
@@ -209,9 +208,8 @@ class StageLayers(nn.ModuleList):
         span = self._now.span
         if not span.start <= index < span.stop:
             return self._others[index]
-        if index == span.stop - 1 and self._stage in self._lasts:
-            return self._lasts[self._stage]
-        return self._modules[str(index)]
+        layer = self._modules[str(index)]
+        return _LastLayer(layer, self._keep) if self._now.exits and index == span.stop - 1 else layer
 
     def _keep(self, output: Any) -> None:
         if self._now is not None:  # None while activation checkpointing runs the layer again

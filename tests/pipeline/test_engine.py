@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -24,12 +25,11 @@ def gpt(layers: int = 7, tie: bool = False) -> nn.Module:
 
 def _parity(size: int, cases: list[tuple[str, int]]) -> None:
     group = pp_group(size)
-    for schedule, chunks in cases:
-        for tie in (False, True):
-            twin = Twin(gpt(tie=tie), group, schedule, chunks)
-            assert twin.pipeline.tied == ({"embed.weight": (0, size - 1)} if tie and size > 1 else {})
-            for microbatches in range(1, 6):
-                twin.train_step(tokens(7, 9, seed=microbatches), microbatches)
+    for tie, (schedule, chunks) in zip(cycle((True, False)), cases, strict=False):
+        twin = Twin(gpt(tie=tie), group, schedule, chunks)
+        assert twin.pipeline.tied == ({"embed.weight": (0, size - 1)} if tie and size > 1 else {})
+        for microbatches in range(1, 6):
+            twin.train_step(tokens(7, 9, seed=microbatches), microbatches)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def _transformers(size: int, cases: list[tuple[str, int]]) -> None:
     for schedule, chunks in cases:
         for model in (llama(), gpt2(tie=True), gpt2(tie=False)):
             twin = Twin(model, group, schedule, chunks, pieces=True)
-            for microbatches in (1, 2, 5):
+            for microbatches in (2, 5):
                 twin.train_step(tokens(5, 9), microbatches)
             twin.evaluate(tokens(3, 6), 2)
     checkpointed = llama()

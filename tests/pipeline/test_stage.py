@@ -171,6 +171,7 @@ def backwards(layers: nn.ModuleList, x: Tensor) -> Tensor:
         (backwards, r"calls layers\.4 before layers\.0"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_loop_that_a_pipeline_cannot_follow_is_refused_by_name(loop: Loop, reason: str) -> None:
     with pytest.raises(PipelineError, match=reason):
         through_the_stages(Model(loop), torch.tensor([[1, 5, 8]]))
