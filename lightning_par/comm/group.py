@@ -4,15 +4,16 @@ Note [Reductions on gloo]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 gloo's reduce_scatter puts as many bytes on the wire as its all_reduce, twice what is needed, and copies its input in the calling
 thread. So on gloo reduce_scatter is an all-to-all of the slices, summed in rank order by whoever waits; all_gather is sends and
-receives straight into the output's slices. NCCL keeps its native calls. Mean is never asked of a backend (gloo has summed where
-AVG was meant, pytorch#162338): callers divide.
+receives straight into the output's slices; a big all_reduce is the one after the other, which beats gloo's own and lets ``scale``
+touch one slice only. Between the two someone has to sum: ``poll`` does if the slices are there, ``wait`` at the latest. NCCL keeps its
+native calls. A mean is never asked of a backend (gloo has summed where AVG was meant, pytorch#162338): callers give a ``scale``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from lightning_par.comm.trace import Trace
 
 T = TypeVar("T")
 Op = Literal["sum", "max", "min"]
+_BIG = 1 << 15  # elements from which a reduction on gloo is worth two steps
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -30,27 +32,46 @@ class Work(Protocol):
 
     def wait(self) -> object: ...
 
+    def poll(self) -> None:
+        """Do, without waiting, what is left to do here and can be done by now."""
+
 
 class _Done:
     def wait(self) -> None:
         """Nothing was sent."""
+
+    def poll(self) -> None:
+        """Nothing is left."""
 
 
 DONE: Work = _Done()
 
 
 class _Works:
-    """Several pieces of communication, and what is to be computed once they are there. Waiting twice is harmless."""
+    """Several pieces of communication, and what follows once they are there: a computation, perhaps the next communication.
 
-    def __init__(self, works: list[Work], then: Callable[[], object] | None = None) -> None:
+    Waiting twice is harmless.
+    """
+
+    def __init__(self, works: Sequence[Any], then: Callable[[], Any] | None = None) -> None:
         self._works, self._then = works, then
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        if self._then is not None:
-            self._then()
-        self._works, self._then = [], None
+        self._follow()
+        for work in self._works:  # what followed
+            work.wait()
+        self._works = ()
+
+    def poll(self) -> None:
+        if self._then is not None and all(work.is_completed() for work in self._works):
+            self._follow()
+
+    def _follow(self) -> None:
+        then, self._then = self._then, None
+        following = then() if then is not None else None
+        self._works = (following,) if hasattr(following, "wait") else ()
 
 
 @dataclass(frozen=True)
@@ -81,27 +102,35 @@ class Group:
     def _is_gloo(self) -> bool:
         return self.size > 1 and dist.get_backend(self.handle) == "gloo"
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False) -> Work:
-        """Combine ``tensor`` over the group, in place, on every rank."""
-        if self.size == 1:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, scale: float = 1.0, async_op: bool = False) -> Work:
+        """Combine ``tensor`` over the group, in place, on every rank, and multiply it by ``scale``."""
+        if self.size == 1 or not tensor.numel():
+            _scale(tensor, scale)
             return DONE
         self.trace.add("all_reduce", self.name, 2 * tensor.numel() * (self.size - 1) // self.size, tensor)
-        return dist.all_reduce(tensor, _OPS[op], group=self.handle, async_op=async_op) or DONE
+        if self._is_gloo and op == "sum" and tensor.numel() >= _BIG and tensor.numel() % self.size == 0 and tensor.is_contiguous():
+            flat = tensor.view(-1)
+            mine = flat.view(self.size, -1)[self.index]
+            work: Work = self._reduce_by_exchange(mine, flat, scale, then=lambda: self._gather_by_exchange(flat, mine))
+        else:
+            work = _Works([dist.all_reduce(tensor, _OPS[op], group=self.handle, async_op=True)], lambda: _scale(tensor, scale))
+        return _started(work, async_op)
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, *, async_op: bool = False) -> Work:
-        """Sum ``whole`` (size · out.numel() elements, flat) over the group; rank i keeps slice i in ``out``.
+    def reduce_scatter(self, out: Tensor, whole: Tensor, *, scale: float = 1.0, async_op: bool = False) -> Work:
+        """Sum ``whole`` (size · out.numel() elements, flat) over the group; rank i keeps slice i, times ``scale``, in ``out``.
 
         ``out`` may be this rank's slice of ``whole``; the other slices of ``whole`` are left as they are.
         """
-        if self.size == 1:
+        if self.size == 1 or not out.numel():
             if out.data_ptr() != whole.data_ptr():
                 out.copy_(whole)
+            _scale(out, scale)
             return DONE
         self.trace.add("reduce_scatter", self.name, out.numel() * (self.size - 1), out)
         if self._is_gloo:
-            work: Work = self._reduce_by_exchange(out, whole)
+            work: Work = self._reduce_by_exchange(out, whole, scale)
         else:
-            work = dist.reduce_scatter_tensor(out, whole, group=self.handle, async_op=True)
+            work = _Works([dist.reduce_scatter_tensor(out, whole, group=self.handle, async_op=True)], lambda: _scale(out, scale))
         return _started(work, async_op)
 
     def all_gather(self, whole: Tensor, mine: Tensor, *, async_op: bool = False) -> Work:
@@ -109,7 +138,7 @@ class Group:
 
         ``mine`` may be this rank's slice of ``whole``.
         """
-        if self.size == 1:
+        if self.size == 1 or not mine.numel():
             if mine.data_ptr() != whole.data_ptr():
                 whole.copy_(mine)
             return DONE
@@ -117,7 +146,7 @@ class Group:
         if self._is_gloo:
             work: Work = self._gather_by_exchange(whole, mine)
         else:
-            work = dist.all_gather_into_tensor(whole, mine, group=self.handle, async_op=True)
+            work = _Works([dist.all_gather_into_tensor(whole, mine, group=self.handle, async_op=True)])
         return _started(work, async_op)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, async_op: bool = False) -> Work:
@@ -125,7 +154,7 @@ class Group:
         if self.size == 1:
             return DONE
         self.trace.add("broadcast", self.name, tensor.numel() * (self.size - 1) if self.index == source else 0, tensor)
-        return dist.broadcast(tensor, self.ranks[source], group=self.handle, async_op=async_op) or DONE
+        return _started(_Works([dist.broadcast(tensor, self.ranks[source], group=self.handle, async_op=True)]), async_op)
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """The value of the rank at index ``source`` (pickled: for settings and names, not for the training step)."""
@@ -148,12 +177,21 @@ class Group:
         if self.size > 1:
             dist.barrier(group=self.handle)
 
-    def _reduce_by_exchange(self, out: Tensor, whole: Tensor) -> Work:
+    def _reduce_by_exchange(self, out: Tensor, whole: Tensor, scale: float, then: Callable[[], Work] | None = None) -> Work:
         """See Note [Reductions on gloo]."""
         slices = whole.view(self.size, -1)
         received = torch.empty_like(slices)
         work = dist.all_to_all_single(received, slices, group=self.handle, async_op=True)
-        return _Works([work], lambda: torch.sum(received, dim=0, out=out))
+
+        def add() -> Work | None:
+            if self.size == 2:
+                torch.add(received[0], received[1], out=out)
+            else:
+                torch.sum(received, dim=0, out=out)
+            _scale(out, scale)
+            return then() if then is not None else None
+
+        return _Works([work], add)
 
     def _gather_by_exchange(self, whole: Tensor, mine: Tensor) -> Work:
         """See Note [Reductions on gloo]."""
@@ -165,6 +203,11 @@ class Group:
         if mine.data_ptr() != slices[self.index].data_ptr():
             slices[self.index].copy_(mine)
         return _Works(works)
+
+
+def _scale(tensor: Tensor, scale: float) -> None:
+    if scale != 1.0:
+        tensor.mul_(scale)
 
 
 def _started(work: Work, async_op: bool) -> Work:

@@ -18,7 +18,10 @@ class Mesh:
 
     Attributes:
         pp, dp, cp, tp: the ranks along one axis.
-        data: over dp · cp, where gradients are reduced and ZeRO shards.
+        data: over dp · cp, where gradients are reduced.
+        shard: of those, the ranks among which ZeRO shards.
+        replicate: of those, the ranks that hold equal shards.
+        copy: over pp · shard · cp · tp, the ranks that hold one full copy of everything that is sharded.
         model: over pp · tp, the ranks that hold different parameters for the same data.
         batch: over pp · dp · cp, the ranks that see one global batch together, at one tp index.
         world: every rank.
@@ -31,6 +34,9 @@ class Mesh:
     cp: Group
     tp: Group
     data: Group
+    shard: Group
+    replicate: Group
+    copy: Group
     model: Group
     batch: Group
     world: Group
@@ -45,13 +51,13 @@ class Mesh:
         """Create the groups. All ranks must call, after ``init_process_group``; ``layout`` must be resolved for this world."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         grid, trace = RankGrid(layout), Trace()
-        wide = tuple(axis for axis in AXES if getattr(layout, axis) > 1)
-        shape = tuple(getattr(layout, axis) for axis in wide)
-        torch_mesh = init_device_mesh(device_type, shape, mesh_dim_names=wide) if wide else None
+        wide = {axis: degree for axis, degree in zip(AXES, grid.shape, strict=True) if degree > 1}
+        torch_mesh = init_device_mesh(device_type, tuple(wide.values()), mesh_dim_names=tuple(wide)) if wide else None
 
         def group(*axes: str) -> Group:
             ranks = tuple(grid.peers(rank, *axes))
-            handle = _handle(torch_mesh, tuple(axis for axis in wide if axis in axes)) if len(ranks) > 1 else None
+            along = ("replicate", "shard", *axes) if "dp" in axes else axes
+            handle = _handle(torch_mesh, tuple(axis for axis in wide if axis in along)) if len(ranks) > 1 else None
             return Group("·".join(axes), ranks, ranks.index(rank), handle, trace)
 
         return cls(
@@ -62,6 +68,9 @@ class Mesh:
             cp=group("cp"),
             tp=group("tp"),
             data=group("dp", "cp"),
+            shard=group("shard", "cp"),
+            replicate=group("replicate"),
+            copy=group("pp", "shard", "cp", "tp"),
             model=group("pp", "tp"),
             batch=group("pp", "dp", "cp"),
             world=group(*AXES),

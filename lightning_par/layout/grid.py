@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lightning_par.layout.parallel_layout import ParallelLayout
 
-AXES = ("pp", "dp", "cp", "tp")
-"""The mesh axes from slowest to fastest: tp neighbours are neighbouring ranks, so they share a node."""
+AXES = ("pp", "replicate", "shard", "cp", "tp")
+"""The mesh axes from slowest to fastest: tp neighbours are neighbouring ranks, so they share a node. dp is replicate · shard."""
 
 
 @dataclass(frozen=True)
@@ -19,27 +19,31 @@ class RankGrid:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(getattr(self.layout, axis) for axis in AXES)
+        layout = self.layout
+        return (layout.pp, layout.replicate, layout.dp // layout.replicate, layout.cp, layout.tp)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The index of ``rank`` along each axis."""
+        """The index of ``rank`` along each axis, and along dp."""
         if not 0 <= rank < math.prod(self.shape):
             raise ValueError(f"rank {rank} is outside the grid of {math.prod(self.shape)} ranks")
         index = {}
         for axis, degree in zip(reversed(AXES), reversed(self.shape), strict=True):
             rank, index[axis] = divmod(rank, degree)
-        return {axis: index[axis] for axis in AXES}
+        return {axis: index[axis] for axis in AXES} | {"dp": index["replicate"] * self.layout.dp // self.layout.replicate + index["shard"]}
 
-    def rank(self, **index: int) -> int:
+    def rank(self, *, dp: int = 0, **index: int) -> int:
         """The rank at these indices; axes not named are at index 0."""
+        index["replicate"], index["shard"] = divmod(dp, self.layout.dp // self.layout.replicate)
         rank = 0
         for axis, degree in zip(AXES, self.shape, strict=True):
             rank = rank * degree + index.get(axis, 0)
         return rank
 
     def peers(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from ``rank`` only along ``axes``, in rank order (``rank`` itself included)."""
-        fixed = {axis: i for axis, i in self.coordinates(rank).items() if axis not in axes}
+        """The ranks that differ from ``rank`` only along ``axes`` (dp among them), in rank order (``rank`` itself included)."""
+        if "dp" in axes:
+            axes += ("replicate", "shard")
+        fixed = {axis: i for axis, i in self.coordinates(rank).items() if axis in AXES and axis not in axes}
         everyone = range(math.prod(self.shape))
         return [r for r in everyone if all(self.coordinates(r)[axis] == i for axis, i in fixed.items())]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-
-ZERO_STAGES = (0, 1)
+ZERO_STAGES = (0, 1, 2, 3)
 SCHEDULES = ("gpipe", "1f1b")
 
 
@@ -44,7 +43,8 @@ class ParallelLayout:
         tp: tensor-parallel degree (ranks that share each matrix).
         pp: pipeline-parallel degree (ranks that share the layers).
         cp: context-parallel degree (ranks that share each sequence).
-        zero: 0 bucketed all-reduce · 1 optimizer states sharded over dp · cp.
+        zero: 0 bucketed all-reduce · 1 optimizer states sharded over dp · cp · 2 gradients too · 3 parameters too.
+        replicate: of the dp replicas, how many groups hold a full set of shards (hybrid sharding: shard inside, replicate across).
         schedule: order of the pipeline's forwards and backwards, ``gpipe`` or ``1f1b``.
         microbatches: pieces a pipeline cuts each batch into; None = pp, at most the batch size.
     """
@@ -54,6 +54,7 @@ class ParallelLayout:
     pp: int = 1
     cp: int = 1
     zero: int = 0
+    replicate: int = 1
     schedule: str = "1f1b"
     microbatches: int | None = None
 
@@ -78,6 +79,12 @@ class ParallelLayout:
             raise LayoutError(violations)
         return replace(self, dp=world // self.model_ranks)
 
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks that shard among themselves, context shards included; the layout must be resolved."""
+        assert isinstance(self.dp, int), "resolve() the layout first"
+        return self.dp // self.replicate * self.cp
+
     def violations(self, world: int, facts: ModelFacts | None = None) -> list[str]:
         """Every rule this layout breaks, one sentence each with its numbers and a way out."""
         facts = facts or ModelFacts()
@@ -89,12 +96,14 @@ class ParallelLayout:
 
     def _own_violations(self) -> list[str]:
         found = []
-        for axis in ("dp", "tp", "pp", "cp"):
+        for axis in ("dp", "tp", "pp", "cp", "replicate"):
             degree = getattr(self, axis)
             if not (axis == "dp" and degree == "auto") and not _positive(degree):
                 found.append(f"{axis}={degree!r}: a degree is a whole number of at least 1" + (', or "auto"' if axis == "dp" else ""))
         if self.zero not in ZERO_STAGES or isinstance(self.zero, bool):
             found.append(f"zero={self.zero!r}: choose one of {', '.join(map(str, ZERO_STAGES))}")
+        if self.zero == 0 and self.replicate != 1:
+            found.append(f"replicate={self.replicate} with zero=0: everything is replicated then; leave it at 1, or choose zero 1, 2 or 3")
         if self.schedule not in SCHEDULES:
             found.append(f"schedule={self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
         if self.microbatches is not None and not _positive(self.microbatches):
@@ -113,6 +122,9 @@ class ParallelLayout:
                 ]
         elif self.world != world:
             return [f"dp={self.dp} · {degrees} = {self.world} ranks, but {world} run: start {self.world} ranks, or leave dp at auto"]
+        dp = world // self.model_ranks
+        if dp % self.replicate:
+            return [f"replicate={self.replicate} does not divide the {dp} data-parallel replicas: choose it among {_divisors(dp)}"]
         return []
 
     def _model_violations(self, facts: ModelFacts) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -34,4 +35,4 @@ def split(total: int, parts: int) -> list[Span]:
     """
     size, extra = divmod(total, parts)
     starts = [index * size + min(index, extra) for index in range(parts + 1)]
-    return [Span(start, stop) for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+    return [Span(start, stop) for start, stop in pairwise(starts)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -27,8 +27,8 @@ from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
 from lightning_par.strategy.facts import model_facts
-from lightning_par.strategy.steps import StepRunner
-from lightning_par.zero import DataParallel, ModelGradients, ReduceGroups
+from lightning_par.strategy.steps import Step, StepRunner
+from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -38,8 +38,9 @@ class HybridParallelStrategy(ParallelStrategy):
 
     Args:
         layout: the degrees of all axes; or give its fields as keywords.
+        zero_options: bucket size, prefetching and the like: a ``ZeroOptions`` or its fields as a dict.
         timeout: of a collective: how long a rank waits for the others.
-        layout_fields: the fields of ``ParallelLayout``: dp, tp, pp, cp, zero, schedule, microbatches.
+        layout_fields: the fields of ``ParallelLayout``: dp, tp, pp, cp, zero, replicate, schedule, microbatches.
 
     Raises:
         LayoutError: for a layout that cannot run, with every reason: at once where the fields alone tell, and when a run starts, before
@@ -50,8 +51,16 @@ class HybridParallelStrategy(ParallelStrategy):
         Trainer(devices=4, strategy=HybridParallelStrategy(tp=2, pp=2))
     """
 
-    def __init__(self, layout: ParallelLayout | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT, **layout_fields: Any) -> None:
+    def __init__(
+        self,
+        layout: ParallelLayout | None = None,
+        *,
+        zero_options: ZeroOptions | Mapping[str, Any] | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        **layout_fields: Any,
+    ) -> None:
         super().__init__()
+        self.zero_options = zero_options if isinstance(zero_options, ZeroOptions) else ZeroOptions(**(zero_options or {}))
         self.requested = _layout_of(layout, layout_fields)
         self.timeout = timeout
         self.num_nodes = 1
@@ -134,15 +143,21 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
+        assert module is not None
         if self._assembled is None or self._assembled.module is not module:
             self._check(trainer)
             self.precision_plugin.convert_module(module)
             self._assembled = assemble(module, self.mesh, self.root_device)
         self.model = module
-        self.model_to_device()
+        if self._data_parallel is None:
+            self.model_to_device()
+        if self._data_parallel is None and self.layout.zero == 3:
+            self._data_parallel = self._shard([])
+        buffers = list(state.persistent_buffers(self._assembled).values())
+        self._buffers = BufferSync(buffers, self.mesh.data)
         self._runner = StepRunner(module, self.mesh, self._assembled.pipeline, self.root_device)
         self.precision_plugin.use(self.root_device, None)
         if self._fits(trainer):
@@ -152,12 +167,16 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        mesh = self.mesh
-        groups = ReduceGroups(data=mesh.data, replicas=mesh.layout.dp, pp=mesh.pp, tp=mesh.tp)
-        self._data_parallel = DataParallel(self._part.parameters, groups, stage=mesh.layout.zero)
+        if self._data_parallel is None:
+            self._data_parallel = self._shard(self.optimizers)
         for optimizer in self.optimizers:
             self._data_parallel.attach(optimizer)
         self.precision_plugin.use(self.root_device, self._gradients)
+
+    def _shard(self, optimizers: list[Optimizer]) -> DataParallel:
+        part, stage = self._part, self.layout.zero
+        groups = ReduceGroups.of(self.mesh)
+        return DataParallel(part.module, part.parameters, groups, stage=stage, options=self.zero_options, optimizers=optimizers)
 
     @override
     def model_to_device(self) -> None:
@@ -171,10 +190,15 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._data_parallel is not None:
+        module = self._lightning_module
+        if self._data_parallel is not None and self.layout.zero == 3:  # values stay sharded: no rank may have room for all of them
+            self._data_parallel.release()
+            self._lightning_module = None
+        elif self._data_parallel is not None:
             self._data_parallel.close()
             self._data_parallel = None
         super().teardown()
+        self._lightning_module = module
 
     @property
     @override
@@ -189,6 +213,7 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._buffers.broadcast()
         step, context = self.lightning_module.training_step, self.precision_plugin.train_step_context
         if self._part.pipeline is None:
             return self.runner.train(step, context, args, kwargs)
@@ -229,19 +254,27 @@ class HybridParallelStrategy(ParallelStrategy):
     @property
     def _gradients(self) -> ModelGradients:
         mesh = self.mesh
-        return ModelGradients(self.data_parallel, (mesh.world if self.data_parallel.disjoint else mesh.model,), self.root_device)
+        return ModelGradients(self.data_parallel, (mesh.copy if self.data_parallel.disjoint else mesh.model,), self.root_device)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self.runner.evaluate(self.lightning_module.validation_step, self.precision_plugin.val_step_context, args, kwargs)
+        return self._evaluate(self.lightning_module.validation_step, self.precision_plugin.val_step_context, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self.runner.evaluate(self.lightning_module.test_step, self.precision_plugin.test_step_context, args, kwargs)
+        return self._evaluate(self.lightning_module.test_step, self.precision_plugin.test_step_context, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.runner.evaluate(self.lightning_module.predict_step, self.precision_plugin.predict_step_context, args, kwargs)
+        return self._evaluate(self.lightning_module.predict_step, self.precision_plugin.predict_step_context, args, kwargs)
+
+    def _evaluate(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._buffers.broadcast()
+        try:
+            return self.runner.evaluate(step, context, args, kwargs)
+        finally:
+            if self._data_parallel is not None:
+                self._data_parallel.end_pass()
 
     @property
     def data_parallel(self) -> DataParallel:
@@ -299,12 +332,12 @@ class HybridParallelStrategy(ParallelStrategy):
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole module's parameters and buffers on CPU, under its original names, on rank 0; None elsewhere. All ranks call."""
-        whole = collect(state.module_shards(self._part), self.mesh.world, self.root_device)
+        whole = collect(state.module_shards(self._part, self._data_parallel), self.mesh.world, self.root_device)
         return None if whole is None else {name: whole[first] for name, first in self._part.aliases.items()}
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Shard]:
-        return state.module_shards(self._part)
+        return state.module_shards(self._part, self._data_parallel)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -351,7 +384,10 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        folder, shards = checkpoint[_FOLDER], {f"{state.MODEL}.{n}": s for n, s in state.module_shards(self._part).items()}
+        folder, shards = (
+            checkpoint[_FOLDER],
+            {f"{state.MODEL}.{n}": s for n, s in state.module_shards(self._part, self._data_parallel).items()},
+        )
         stored = read_index(folder)
         if strict:
             ours = self.mesh.world.gather_objects(list(shards))

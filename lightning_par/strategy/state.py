@@ -20,16 +20,19 @@ from lightning_par.zero import DataParallel
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 
 
-def module_shards(assembled: Assembled) -> dict[str, Shard]:
+def module_shards(assembled: Assembled, data_parallel: DataParallel | None) -> dict[str, Shard]:
     """This rank's parameters and persistent buffers, by their first name in the whole module.
 
-    Parameters are whole over the data ranks (at ZeRO 1 they are gathered after every step), so data rank 0 writes.
+    Where parameters are whole over the data ranks, data rank 0 writes; where they are sharded (ZeRO 3), each rank its part.
     """
     mesh = assembled.mesh
     shards = {}
     for info in assembled.parameters:
-        writes = mesh.data.index == 0 and info.counted
-        shards[info.name] = Shard(info.spec, info.param.detach().reshape(-1), writes)
+        part = data_parallel.sharded_value(info.param) if data_parallel is not None else None
+        if part is None:
+            shards[info.name] = Shard(info.spec, info.param.detach().reshape(-1), info.counted and mesh.data.index == 0)
+        else:
+            shards[info.name] = Shard(*part, info.counted and mesh.replicate.index == 0)
     for name, buffer in persistent_buffers(assembled).items():
         shards[name] = Shard.whole(buffer, writes=mesh.data.index == 0 and mesh.tp.index == 0 and assembled.writes_buffer(name))
     return shards
@@ -46,8 +49,7 @@ def optimizer_shards(optimizer: Optimizer, index: int, data_parallel: DataParall
     shards = {}
     for param, state in optimizer.state.items():
         name, spec = data_parallel.held(param)
-        info = data_parallel.info(param)
-        owns = info.counted and (data_parallel.disjoint or mesh.data.index == 0)
+        owns = data_parallel.writes(param)
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 continue

@@ -4,8 +4,8 @@ Note [One batch, many pieces]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Every rank of a replica gets the whole batch of the replica. A pipeline cuts it into micro-batches, context parallelism cuts each of those
 along the sequence. The user's step runs on one piece at a time and returns a mean over it; ``share`` is the piece's part of the batch's
-weight (see numerics.loss_weight), so that ``sum(share · loss)`` over pieces is the loss of the uncut batch, and gradients of ``share · loss``
-only have to be added over cp and averaged over dp.
+weight (see numerics.loss_weight), so that ``sum(share · loss)`` over pieces is the loss of the uncut batch, and the gradients of
+``share · loss`` only have to be added over cp and averaged over dp.
 
 Without a pipeline ``training_step`` hands Lightning ``share · loss``, dressed with the value of the whole batch's loss, and Lightning calls
 backward. With one, forward and backward are interleaved, so all of it happens within ``training_step``; the gradients are then
@@ -102,7 +102,7 @@ class StepRunner:
                 losses.append(loss.detach())
                 return loss * (pieces[m].share * multiplier).to(loss.dtype)
 
-            with self.attention(), data_parallel.no_sync():
+            with self.attention(), data_parallel.hold():
                 self.pipeline.forward_backward(forward, [("train", signature(piece.batch)) for piece in pieces])
         if self.pipeline.is_last:
             self._verify(pieces[0].batch)

@@ -1,8 +1,24 @@
-"""Level 3. Data parallelism: gradients in flat buckets, reduced over the data ranks; optimizer states whole or sharded (ZeRO)."""
+"""Level 3. Data parallelism: gradients in flat buckets, reduced over the data ranks; what each ZeRO stage shards, sharded."""
 
+from lightning_par.zero.access import full_gradient, full_optimizer_state, full_parameters
 from lightning_par.zero.bucket import ReduceGroups
+from lightning_par.zero.buffers import BufferSync
 from lightning_par.zero.data_parallel import DataParallel
 from lightning_par.zero.gradients import ModelGradients
+from lightning_par.zero.options import ZeroOptions
 from lightning_par.zero.plan import BucketPlan, ParameterInfo, Slot, plan_buckets
 
-__all__ = ["BucketPlan", "DataParallel", "ModelGradients", "ParameterInfo", "ReduceGroups", "Slot", "plan_buckets"]
+__all__ = [
+    "BucketPlan",
+    "BufferSync",
+    "DataParallel",
+    "ModelGradients",
+    "ParameterInfo",
+    "ReduceGroups",
+    "Slot",
+    "ZeroOptions",
+    "full_gradient",
+    "full_optimizer_state",
+    "full_parameters",
+    "plan_buckets",
+]

@@ -1,15 +1,20 @@
-"""One bucket: its flat memory and what state its gradients are in."""
+"""One bucket: the flat memory of a few parameters' gradients and values, and where each of them is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_par.comm import DONE, Group, Message, Work, exchange
+from lightning_par.comm import DONE, Group, Mesh, Message, Work, exchange
 from lightning_par.layout import Span
+from lightning_par.zero.guard import guard, unguard
+from lightning_par.zero.options import Stage
 from lightning_par.zero.plan import BucketPlan, Slot
 
 
@@ -18,135 +23,199 @@ class ReduceGroups:
     """Where gradients travel.
 
     Attributes:
-        data: ranks that saw different samples or tokens; gradients are summed over them and divided by ``replicas``.
-        replicas: data-parallel replicas; context shards of one replica are pieces of one loss, so they only add.
+        shard: ranks that saw different samples or tokens and share the optimizer's work: gradients are reduce-scattered among them.
+        replicate: groups of such ranks that do the same work: over them each span is summed again.
+        replicas: by how many samples' gradients are divided: context shards of one replica are pieces of one loss, so they only add.
+        data: shard · replicate.
         pp: over which weights tied across stages are summed.
         tp: over which partial gradients of replicated parameters are summed.
     """
 
+    shard: Group
+    replicate: Group
     data: Group
     replicas: int
     pp: Group
     tp: Group
 
+    @classmethod
+    def of(cls, mesh: Mesh) -> ReduceGroups:
+        return cls(mesh.shard, mesh.replicate, mesh.data, mesh.layout.dp, mesh.pp, mesh.tp)
+
 
 class State(Enum):
-    """Of a bucket's gradients: COLLECTING -(launch)-> REDUCING -(settle)-> COLLECTING."""
+    """Of a bucket's gradients: IDLE -(arrive)-> COLLECTING -(launch)-> REDUCING -(collect)-> REDUCED -(publish)-> IDLE."""
 
-    COLLECTING = auto()  # backward writes into it
-    REDUCING = auto()  # on its way: nobody may touch it
+    IDLE = auto()  # nothing came since the last publication
+    COLLECTING = auto()  # backward writes into the whole gradients
+    REDUCING = auto()  # they are on their way: nobody may touch them
+    REDUCED = auto()  # this rank's span holds the result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shard:
-    """The part of a parameter that this rank's optimizer updates at stage 1 and up: a view into the flat parameters."""
+    """What this rank's optimizer updates of one parameter, from stage 1 on."""
 
     slot: Slot
     span: Span  # within the parameter's block, flat
+    place: Span  # within this rank's span of the bucket
     param: nn.Parameter
-    grad: Tensor  # its place in the flat gradients
 
 
 class Bucket:
-    """Flat gradients of a few parameters, and at stage 1 and up their flat values. See Note [One flat layout]."""
+    """Gradients, and from stage 1 on values, of a few parameters. See Note [One flat layout] and Note [The life of a gradient].
 
-    def __init__(self, plan: BucketPlan, groups: ReduceGroups, *, sharded: bool) -> None:
-        self.plan, self.groups, self.sharded = plan, groups, sharded
-        self.owned = plan.owned(groups.data.size, groups.data.index)
-        device = plan.slots[0].info.param.device
-        self.grads = torch.zeros(plan.size, dtype=plan.dtype, device=device)
-        self.views = [self.grads[slot.span.slice()].view(slot.info.param.shape) for slot in plan.slots]
-        self.state = State.COLLECTING
-        self.arrived: set[int] = set()
-        self._untouched = True  # by any backward since the last reduction
-        self.values = self._flatten_values(device) if sharded else None
-        self.shards = self._cut_shards() if sharded else []
-        self._work: Work = DONE
+    What stays whole is the stage's business: ``stage.frees_gradients`` gives whole gradients back once they are reduced,
+    ``stage.frees_values`` whole values between uses.
+    """
+
+    def __init__(self, plan: BucketPlan, groups: ReduceGroups, stage: Stage) -> None:
+        self.plan, self.groups, self.stage = plan, groups, stage
+        self.owned = plan.owned(groups.shard.size, groups.shard.index) if stage.shards_optimizer else Span(0, plan.size)
+        self.device = plan.slots[0].info.param.device
+        self.params = [slot.info.param for slot in plan.slots]
+        self.state = State.IDLE
+        self.arrived: set[int] = set()  # in the backward pass that is to be reduced
+        self.used = [False] * len(plan.slots)  # since the last publication
+        self._grads: Tensor | None = None
+        self._views: Sequence[Tensor] = ()
+        self._reduced: Tensor | None = None
         self._carried: Tensor | None = None
+        self._work: Work = DONE
+        self._gathering: Work = DONE
+        if not stage.frees_gradients and plan.kind.trained:
+            self._allocate_gradients()
+        if stage.shards_optimizer:
+            self._take_values()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied parameter is a copy of values, held by no bucket."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    # --- gradients ---------------------------------------------------------------------------------------------------------------
 
     @property
     def complete(self) -> bool:
         """Every parameter's gradient has come in during the backward pass that is to be reduced."""
         return len(self.arrived) == len(self.plan.slots)
 
-    def used(self) -> list[bool]:
-        """For each slot: this rank has a gradient for it."""
-        return [slot.info.param.grad is not None for slot in self.plan.slots]
-
     def arrive(self, index: int, *, last: bool) -> None:
         """Take in the gradient that autograd just left in a parameter's ``grad``: copied here the first time, added here after that.
 
         ``last``: it is to be reduced after this backward pass.
         """
-        param, view = self.plan.slots[index].info.param, self.views[index]
-        if self.state is State.REDUCING:
+        param = self.params[index]
+        if self.state in (State.REDUCING, State.REDUCED):
             raise RuntimeError(
                 f"{self.plan.slots[index].info.name} got a second gradient in one backward pass, after its first was sent. Reentrant "
                 "activation checkpointing does this: use torch.utils.checkpoint with use_reentrant=False"
             )
-        if self._untouched:
-            self._carry()
-            self._untouched = False
-        if last:
-            self.arrived.add(index)
+        self._begin()
+        view = self._views[index]
         if param.grad is not view:
             view.copy_(param.grad)
             param.grad = view
+        if last:
+            self.arrived.add(index)
 
     def launch(self) -> None:
-        """Start the sum over the data ranks. Parameters without a gradient here add zero."""
-        for index, used in enumerate(self.used()):
-            if not used:
-                self.views[index].zero_()
-        if self.sharded:
-            self._work = self.groups.data.reduce_scatter(self.grads[self.owned.slice()], self.grads, async_op=True)
+        """Start the sum over the data ranks, which makes a mean over replicas. Parameters without a gradient here add zero."""
+        self._begin()
+        assert self._grads is not None
+        for index, param in enumerate(self.params):
+            self.used[index] = param.grad is not None
+            if param.grad is None:
+                self._views[index].zero_()
+            if self.stage.shards_optimizer:
+                param.grad = None
+        shard, scale = self.groups.shard, 1.0 / self.groups.replicas
+        if not self.stage.shards_optimizer:
+            self._reduced = self._grads
+            self._work = self.groups.shard.all_reduce(self._grads, scale=scale, async_op=True)
         else:
-            self._work = self.groups.data.all_reduce(self.grads, async_op=True)
+            self._reduced = self._grads.new_empty(self.owned.size) if self.stage.frees_gradients else self._grads[self.owned.slice()]
+            self._work = shard.reduce_scatter(self._reduced, self._grads, scale=scale, async_op=True)
         self.state = State.REDUCING
 
-    def settle(self, used: list[bool]) -> None:
-        """Wait for the sum, make it the mean over replicas, add what other axes hold, and hand the result out.
+    def poll(self) -> None:
+        """Let a reduction under way take its next step, if it can without waiting."""
+        self._work.poll()
+
+    def collect(self) -> None:
+        """Wait for the sum over the sharding ranks, add the other axes', and give whole gradients back if the stage does."""
+        if self.state is not State.REDUCING:
+            return
+        assert self._reduced is not None
+        self._work.wait()
+        self._work = DONE
+        self.groups.replicate.all_reduce(self._reduced)
+        if self.plan.kind.partial:
+            self.groups.tp.all_reduce(self._reduced)
+        if self.stage.frees_gradients:
+            self._grads, self._views = None, ()
+        self.state = State.REDUCED
+
+    def publish(self, used: list[bool]) -> None:
+        """Hand the result out: at stage 0 to the parameters, else to the optimizer's shards.
 
         Args:
             used: for each slot, whether any data rank has a gradient for it.
         """
-        self._work.wait()
-        self._work = DONE
-        result = self.grads[self.owned.slice()] if self.sharded else self.grads
-        if self.groups.replicas > 1:
-            result.mul_(1.0 / self.groups.replicas)
-        if self.plan.partial:
-            self.groups.tp.all_reduce(result)
-        if self.plan.stages:
-            used = self._add_stages(result, used)
-        if self._carried is not None:
-            result.add_(self._carried)
-        self._carried = None
-        self._publish(used)
-        self.arrived.clear()
-        self._untouched = True
-        self.state = State.COLLECTING
-
-    def gather_values(self) -> None:
-        """Fetch what the other ranks' optimizers made of their spans."""
-        if self.values is not None:
-            self.groups.data.all_gather(self.values, self.values[self.owned.slice()])
-
-    def _publish(self, used_anywhere: list[bool]) -> None:
-        used = dict(zip(self.plan.slots, used_anywhere, strict=True))
-        if self.sharded:
-            for slot in self.plan.slots:
-                slot.info.param.grad = None
-            for shard in self.shards:
-                shard.param.grad = shard.grad if used[shard.slot] or shard.param.grad is not None else None
+        self.collect()
+        assert self._reduced is not None
+        if self.plan.kind.stages:
+            used = self._add_stages(self._reduced, used)
+        if self.stage.shards_optimizer:
+            self._publish_shards(self._reduced, dict(zip(self.plan.slots, used, strict=True)))
         else:
-            for slot, view in zip(self.plan.slots, self.views, strict=True):
-                slot.info.param.grad = view if used[slot] else None
+            for param, view, is_used in zip(self.params, self._views, used, strict=True):
+                param.grad = view if is_used else None
+        self._reduced = self._carried = None
+        self.arrived.clear()
+        self.state = State.IDLE
 
-    def _carry(self) -> None:
-        """A second backward before zero_grad adds to the first: set what was reduced aside before it is written over."""
-        if any(shard.param.grad is not None for shard in self.shards):
-            self._carried = self.grads[self.owned.slice()].clone()
+    def _publish_shards(self, reduced: Tensor, used: dict[Slot, bool]) -> None:
+        """A shard that still has a gradient (no zero_grad since the last backward) gets this one on top."""
+        if self._carried is not None:
+            reduced.add_(self._carried)
+        for shard in self.shards:
+            if not used[shard.slot] and shard.param.grad is None:
+                continue
+            new = reduced[shard.place.slice()].view(shard.param.shape)
+            if shard.param.grad is None or self._carried is not None:
+                shard.param.grad = new
+            else:
+                shard.param.grad.add_(new)
+
+    def _begin(self) -> None:
+        """Before whole gradients are written for the first time since the last publication."""
+        if self.state is not State.IDLE:
+            return
+        self.state = State.COLLECTING
+        if self.stage.frees_gradients:
+            self._allocate_gradients()
+        elif self.stage.shards_optimizer and any(shard.param.grad is not None for shard in self.shards):
+            # a second backward before zero_grad: what was reduced lies in the memory that is written now
+            assert self._grads is not None
+            self._carried = torch.zeros_like(self._grads[self.owned.slice()])
+            for shard in self.shards:
+                if shard.param.grad is not None:
+                    self._carried[shard.place.slice()] = shard.param.grad.view(-1)
+
+    def _allocate_gradients(self) -> None:
+        self._grads = torch.empty(self.plan.size, dtype=self.plan.kind.dtype, device=self.device)
+        end = 0
+        for slot in self.plan.slots:  # padding stays zero
+            self._grads[end : slot.span.start].zero_()
+            end = slot.span.stop
+        self._grads[end:].zero_()
+        self._views = self._split(self._grads)
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        """A view for each slot, in the shape of its parameter."""
+        return [flat[slot.span.slice()].view(slot.info.spec.block_shape) for slot in self.plan.slots]
 
     def _add_stages(self, result: Tensor, used: list[bool]) -> list[bool]:
         """Sum a tied weight's gradient over the stages that hold it, in stage order, so that their copies stay equal to the bit.
@@ -155,30 +224,124 @@ class Bucket:
         """
         pp = self.groups.pp
         mine = torch.cat([result, torch.tensor(used, dtype=result.dtype).to(result.device, non_blocking=True)])
-        parts = {stage: mine if stage == pp.index else torch.empty_like(mine) for stage in self.plan.stages}
-        others = [stage for stage in self.plan.stages if stage != pp.index]
+        parts = {stage: mine if stage == pp.index else torch.empty_like(mine) for stage in self.plan.kind.stages}
+        others = [stage for stage in self.plan.kind.stages if stage != pp.index]
         exchange(pp, [Message(mine, stage) for stage in others], [Message(parts[stage], stage) for stage in others]).wait()
         total = torch.zeros_like(mine)
-        for stage in self.plan.stages:
+        for stage in self.plan.kind.stages:
             total.add_(parts[stage])
         result.copy_(total[: result.numel()])
         return used if all(used) else total[result.numel() :].bool().tolist()
 
-    def _flatten_values(self, device: torch.device) -> Tensor:
-        """Move the parameters' values into one flat tensor and make the parameters views of it."""
-        values = torch.zeros(self.plan.size, dtype=self.plan.dtype, device=device)
-        for slot in self.plan.slots:
-            view = values[slot.span.slice()].view(slot.info.param.shape)
-            view.copy_(slot.info.param.detach())
-            slot.info.param.data = view
-        return values
+    # --- values ------------------------------------------------------------------------------------------------------------------
 
-    def _cut_shards(self) -> list[Shard]:
-        assert self.values is not None
-        shards = []
-        for slot in self.plan.slots:
-            mine = slot.span.intersect(self.owned)
-            if mine.size:
-                param = nn.Parameter(self.values[mine.slice()])
-                shards.append(Shard(slot, mine.shift(-slot.span.start), param, self.grads[mine.slice()]))
-        return shards
+    def _take_values(self) -> None:
+        """Move the parameters' values into flat memory, make the parameters views of it, and cut out what this rank updates."""
+        self.optimizer_of: dict[nn.Parameter, Optimizer] = {}
+        self.values = torch.zeros(self.plan.size, dtype=self.plan.kind.dtype, device=self.device)
+        for param, view in zip(self.params, self._split(self.values), strict=True):
+            view.copy_(param.detach())
+            param.data = view
+            param.zero = self
+        mine = self.values[self.owned.slice()]
+        self.span = mine.clone() if self.stage.frees_values else mine
+        self._whole = True
+        self.shards = [shard for slot in self.plan.slots if (shard := self._cut(slot)) is not None]
+        if self.stage.frees_values:
+            self.free()
+
+    def _cut(self, slot: Slot) -> Shard | None:
+        part = slot.span.intersect(self.owned)
+        if not part.size:
+            return None
+        place, span = part.shift(-self.owned.start), part.shift(-slot.span.start)
+        data = self.span[place.slice()]
+        shape = slot.info.spec.block_shape if self.plan.kind.whole else data.shape
+        return Shard(slot, span, place, nn.Parameter(data.view(shape), requires_grad=self.plan.kind.trained))
+
+    @property
+    def is_whole(self) -> bool:
+        """All values are here (or on their way)."""
+        return self._whole
+
+    def gather(self) -> None:
+        """Start fetching what the other ranks' optimizers made of their spans; every touch until then waits. All sharding ranks call."""
+        self.wait()
+        if self.stage.frees_values and not self._whole:
+            self.values.untyped_storage().resize_(self.values.numel() * self.values.element_size())
+        self._whole = True
+        self._gathering = self.groups.shard.all_gather(self.values, self.span, async_op=True)
+        if not self.stage.frees_values:
+            for param in self.params:
+                guard(param)
+
+    def wait(self) -> None:
+        """The values are here."""
+        self._gathering.wait()
+        self._gathering = DONE
+
+    def free(self) -> None:
+        """Stage 3: give the whole values back."""
+        self.wait()
+        self.values.untyped_storage().resize_(0)
+        self._whole = False
+        self.close_values()
+
+    def open_values(self) -> None:
+        """The values are here for whoever asks."""
+        self.wait()
+        for param in self.params:
+            unguard(param)
+
+    def keep_edits(self) -> None:
+        """Stage 3: whole values were edited, equally on all ranks; this rank's span takes them over."""
+        self.span.copy_(self.values[self.owned.slice()])
+
+    def close_values(self) -> None:
+        """Whoever asks for values is told that they are away."""
+        for param in self.params:
+            guard(param)
+
+    # --- for those who ask --------------------------------------------------------------------------------------------------------
+
+    def whole_of(self, param: nn.Parameter, part: Callable[[nn.Parameter], Tensor | None]) -> Tensor | None:
+        """Put together what ``part`` says of every rank's shard of ``param``; None where no rank has it. All sharding ranks call."""
+        slot = next(slot for slot in self.plan.slots if slot.info.param is param)
+        mine = [(shard, value) for shard in self.shards if shard.slot is slot and (value := part(shard.param)) is not None]
+        there = torch.tensor(float(bool(mine)), device=self.device)
+        self.groups.shard.all_reduce(there, "max")
+        if not there.item():
+            return None
+        span = torch.zeros(self.owned.size, dtype=mine[0][1].dtype if mine else self.plan.kind.dtype, device=self.device)
+        for shard, value in mine:
+            span[shard.place.slice()] = value.reshape(-1)
+        whole = span.new_empty(self.plan.size)
+        self.groups.shard.all_gather(whole, span)
+        return whole[slot.span.slice()].view(slot.info.spec.block_shape).clone()
+
+    def whole_state(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """The optimizer's state of ``param`` over all ranks' shards. All sharding ranks call."""
+        mine = [shard.param for shard in self.shards if shard.slot.info.param is param]
+        states = {part: self.optimizer_of[part].state.get(part, {}) for part in mine if part in self.optimizer_of}
+        kinds: dict[str, bool] = {}
+        for part, state in states.items():
+            kinds |= {key: isinstance(value, Tensor) and value.shape == part.shape for key, value in state.items()}
+        everyone = self.groups.shard.gather_objects((kinds, {k: v for s in states.values() for k, v in s.items() if not kinds[k]}))
+        whole: dict[str, Tensor] = {}
+        for key, is_cut in sorted({key: is_cut for theirs, _ in everyone for key, is_cut in theirs.items()}.items()):
+            if is_cut:
+                whole[key] = self.whole_of(param, lambda part, key=key: states.get(part, {}).get(key))
+            else:
+                whole[key] = next(values[key] for _, values in everyone if key in values)
+        return whole
+
+    def touched(self, param: nn.Parameter) -> None:
+        if not self.stage.frees_values:
+            self.open_values()
+            return
+        name = next(slot.info.name for slot in self.plan.slots if slot.info.param is param)
+        raise RuntimeError(
+            f"{name} is sharded over {self.groups.shard.size} ranks (zero=3) and whole only inside the forward of its own module. Elsewhere "
+            "read or edit it inside `with lightning_par.full_parameters(module):`, on every rank; or keep its module whole with "
+            "ZeroOptions(ignored=...)"
+        )

@@ -1,96 +1,191 @@
-"""DataParallel: the gradient buckets of one rank, the hooks that fill them, and the optimizers that use them.
+"""DataParallel: the buckets of one rank, the hooks that fill them, and the optimizers that use them.
 
 Note [The life of a gradient]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Autograd leaves a gradient in ``param.grad``; a hook moves it into its bucket and makes ``param.grad`` a view of that. Within
-``no_sync`` that is all: later backwards add in place. Otherwise a bucket's sum over the data ranks starts as soon as it is complete *and
-all buckets before it have started*, so every rank sends the same buckets in the same order, whatever it used. ``finish``, after the
-backward pass, starts what is left (unused parameters count as zero), waits, divides by the number of replicas, and publishes:
+``no_sync`` that is all (stages 0 and 1): later backwards add in place. Otherwise a bucket's sum over the data ranks starts as soon as it
+is complete *and all buckets before it have started*, so every rank sends the same buckets in the same order, whatever it used.
+``finish``, after the backward pass, starts what is left (unused parameters count as zero), waits, and publishes the mean over replicas:
 
-- stage 0: ``param.grad`` holds the mean over replicas, on every rank;
-- stage 1: the optimizer's own spans hold it in their ``grad``; ``param.grad`` is None.
+=====  =====================================  =================================  ==========================================
+stage  whole gradients                        the result is published in         values
+=====  =====================================  =================================  ==========================================
+0      kept, ``param.grad`` is a view         ``param.grad``                     whole
+1      kept, for the next backward            ``grad`` of the optimizer's spans  whole; gathered after a step, while the next
+                                                                                 forward already runs
+2      freed as soon as a bucket is reduced,  same; spans add up over            same
+       so every backward pass reduces         accumulated backward passes
+3      same, a unit is a bucket               same                               gathered for each use, then freed
+=====  =====================================  =================================  ==========================================
 
 A parameter has a gradient if it was used on any data rank, else none (as with DDP), so ranks never disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_par.comm import Group
-from lightning_par.layout import ShardSpec
+from lightning_par.comm import DONE, Work
+from lightning_par.layout import ShardSpec, Span
 from lightning_par.numerics import GradientShard
 from lightning_par.zero.bucket import Bucket, ReduceGroups
-from lightning_par.zero.elementwise import require_elementwise
+from lightning_par.zero.elementwise import is_elementwise
+from lightning_par.zero.options import STAGES, ZeroOptions
 from lightning_par.zero.plan import ParameterInfo, plan_buckets
+from lightning_par.zero.units import Residency, assign, find_units, install
 
-BUCKET_BYTES = 25 * 2**20
+IN_FLIGHT = 2
+"""Reductions that may be under way before whole gradients of the oldest are given back (stages 2 and 3)."""
 
 
 class DataParallel:
-    """Averages gradients over the data ranks; at stage 1 each rank's optimizer holds and updates only its spans.
+    """Averages gradients over the data ranks, and shards what the stage shards.
 
-    Build it on every rank, with the same parameters on all data ranks, once parameters stand on their device.
+    Build it on every rank, with the same parameters on all data ranks, once parameters stand on their device; then ``attach`` the
+    optimizers.
+
+    Args:
+        module: what ``infos`` are the parameters of; stage 3 hooks its submodules.
+        infos: this rank's parameters.
+        optimizers: that will be attached (they decide which parameters must stay whole).
+
+    Raises:
+        ValueError: options name what the module has not.
     """
 
-    def __init__(self, infos: Iterable[ParameterInfo], groups: ReduceGroups, *, stage: int, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.infos = tuple(infos)
-        self.groups, self.stage = groups, stage
-        plans = plan_buckets(self.infos, groups.data.size, bucket_bytes)
-        self.buckets = [Bucket(plan, groups, sharded=stage >= 1) for plan in plans]
-        self._held: dict[nn.Parameter, ShardSpec] = {info.param: info.spec for info in self.infos}
+    def __init__(
+        self,
+        module: nn.Module,
+        infos: Iterable[ParameterInfo],
+        groups: ReduceGroups,
+        *,
+        stage: int,
+        options: ZeroOptions | None = None,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
+        self.infos, self.groups, self.stage, self.options = tuple(infos), groups, stage, options or ZeroOptions()
+        self.kept = STAGES[stage]
         self._info = {info.param: info for info in self.infos}
-        self._sync, self._next, self._withheld = True, 0, []
+        self._spec: dict[nn.Parameter, ShardSpec] = {info.param: info.spec for info in self.infos}
+        self._sync, self._hold, self._next, self._collected = True, False, 0, 0
+        self._withheld: list[tuple[nn.Parameter, Tensor]] = []
+        self._flags: Work = DONE
         self._handles: list[RemovableHandle] = []
+        self._optimizers: list[Optimizer] = []
+        self.buckets = self._lay_out(module, optimizers)
+        self.reduced = [bucket for bucket in self.buckets if bucket.plan.kind.trained]
+        self.residency = self._install_units(module) if self.kept.frees_values else None
+        self._shards: dict[nn.Parameter, list[nn.Parameter]] = {}
         for bucket in self.buckets:
-            for index, slot in enumerate(bucket.plan.slots):
-                self._handles.append(slot.info.param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, index)))
-            for shard in bucket.shards:
-                self._held[shard.param] = shard.slot.info.spec.flat(shard.span)
-                self._info[shard.param] = shard.slot.info
+            if bucket.plan.kind.trained:
+                for index, param in enumerate(bucket.params):
+                    self._handles.append(param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, index)))
+            if self.kept.shards_optimizer:
+                self._register_shards(bucket)
+        self._unsharded = {info.param for info in self.infos} - self._shards.keys()
+        bucketed = {param for bucket in self.reduced for param in bucket.params}
+        self._frozen = [info for info in self.infos if info.param not in bucketed and not info.param.requires_grad]
+
+    def _lay_out(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Bucket]:
+        needing_whole = [optimizer for optimizer in optimizers if not is_elementwise(optimizer)]
+        whole = {p for optimizer in needing_whole for group in optimizer.param_groups for p in group["params"]}
+        self._units = find_units(module, self.options.units) if self.kept.frees_values else {}
+        self._owner = assign(module, self._units) if self.kept.frees_values else None
+        ignored = self._ignored(module)
+        members = [info for info in self.infos if info.param not in ignored and self._needs_bucket(info)]
+        ranks = self.groups.shard.size if self.kept.shards_optimizer else 1
+        plans = plan_buckets(members, ranks, self.options.bucket_bytes, units=self._owner, whole=frozenset(whole))
+        buckets = [Bucket(plan, self.groups, self.kept) for plan in plans]
+        apart = [info for info in self.infos if info.param in ignored and self._needs_bucket(info)]
+        plans = plan_buckets(apart, 1, self.options.bucket_bytes)
+        return buckets + [Bucket(plan, self.groups, STAGES[0]) for plan in plans]
+
+    def _needs_bucket(self, info: ParameterInfo) -> bool:
+        """Nobody shares the gradient of a parameter on a single data rank: it may stay where autograd puts it."""
+        alone = self.groups.shard.size * self.groups.replicate.size == 1
+        return not alone or len(info.stages) > 1 or info.partial
+
+    def _ignored(self, module: nn.Module) -> set[nn.Parameter]:
+        known = dict(module.named_modules())
+        if unknown := [name for name in self.options.ignored if name not in known]:
+            raise ValueError(f"ZeroOptions(ignored=...) names {', '.join(unknown)}, but the module has no submodule of that name")
+        return {param for name in self.options.ignored for param in known[name].parameters()}
+
+    def _install_units(self, module: nn.Module) -> Residency:
+        assert self._owner is not None
+        by_unit: dict[int, list[Bucket]] = {}
+        for bucket in self.buckets:
+            if bucket.stage.frees_values:
+                by_unit.setdefault(-bucket.plan.kind.unit, []).append(bucket)
+        residency = Residency(by_unit, self.options.prefetch)
+        self._handles += install(module, self._units, self._owner, residency)
+        return residency
+
+    def _register_shards(self, bucket: Bucket) -> None:
+        if not bucket.stage.shards_optimizer:
+            return
+        for param in bucket.params:
+            self._shards[param] = []
+        for shard in bucket.shards:
+            info = shard.slot.info
+            self._shards[info.param].append(shard.param)
+            self._spec[shard.param] = info.spec.flat(shard.span)
+            self._info[shard.param] = info
 
     # --- during the step ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to this rank's gradients; nothing is sent."""
+        """Backward passes inside are followed by more before the optimizer's step; stages 0 and 1 send nothing."""
         before, self._sync = self._sync, False
         try:
             yield
         finally:
             self._sync = before
 
-    @property
-    def syncs(self) -> bool:
-        """Outside ``no_sync``: gradients will be reduced."""
-        return self._sync
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Backward passes inside only add to this rank's whole gradients, at any stage; the next ``finish`` reduces them."""
+        before, self._hold = self._hold, True
+        try:
+            yield
+        finally:
+            self._hold = before
 
     def finish(self) -> None:
         """Reduce what is not yet reduced and publish the gradients. Every rank of the world calls it after its backward pass."""
-        if not self._sync:
-            return
-        for bucket in self.buckets[self._next :]:
-            bucket.launch()
-        self._next = 0
-        used = self._used_anywhere()
-        for bucket in self.buckets:
-            bucket.settle([next(used) for _ in bucket.plan.slots])
+        self._refuse_unfrozen()
+        self.settle_values()
+        if self._reduces:
+            for bucket in self.reduced[self._next :]:
+                bucket.launch()
+            used = self._used_anywhere()
+            for bucket in self.reduced:
+                bucket.publish([next(used) for _ in bucket.params])
+            self._next = self._collected = 0
+        self.end_pass(backward=True)
+
+    def end_pass(self, *, backward: bool = False) -> None:
+        """A pass over the module is over: stage 3 frees what is still whole."""
+        if self.residency is not None:
+            self.residency.end_pass(backward=backward)
 
     def clear(self) -> None:
         """Forget this rank's gradients."""
-        for param in self._held:
+        for param in self._spec:
             param.grad = None
 
     def withhold(self) -> None:
         """Hide this rank's gradients, so that a zero_grad that comes too late for them does not find them."""
-        self._withheld = [(param, param.grad) for param in self._held if param.grad is not None]
+        self._withheld = [(param, param.grad) for param in self._spec if param.grad is not None]
         self.clear()
 
     def restore(self) -> None:
@@ -102,10 +197,10 @@ class DataParallel:
     # --- optimizers --------------------------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
-        """At stage 1 and up: put this rank's spans in place of the optimizer's parameters, in its own param groups.
+        """From stage 1 on: put this rank's shards in place of the optimizer's parameters, in its own param groups.
 
         Raises:
-            ValueError: the optimizer holds foreign tensors, does not work element by element, or has state already.
+            ValueError: the optimizer holds foreign tensors, has state already, or needs whole parameters and was not announced.
         """
         unknown = [tuple(param.shape) for group in optimizer.param_groups for param in group["params"] if param not in self._info]
         if unknown:
@@ -113,29 +208,47 @@ class DataParallel:
                 f"{type(optimizer).__name__} holds tensors of shapes {unknown} that are no parameters of the module (any more): build "
                 "the optimizer in configure_optimizers, from self.parameters()"
             )
-        if self.stage == 0:
+        self._require_whole(optimizer)
+        optimizer.add_param_group = partial(_refuse_group, optimizer)
+        self._optimizers.append(optimizer)
+        if not self.kept.shards_optimizer:
             return
-        require_elementwise(optimizer, self.stage)
         if optimizer.state:
             raise ValueError(f"{type(optimizer).__name__} has state already: return a new optimizer from configure_optimizers")
-        spans: dict[nn.Parameter, list[nn.Parameter]] = {}
-        for bucket in self.buckets:
-            for slot in bucket.plan.slots:
-                spans[slot.info.param] = []
-            for shard in bucket.shards:
-                spans[shard.slot.info.param].append(shard.param)
+        held = {param for group in optimizer.param_groups for param in group["params"]}
         for group in optimizer.param_groups:
-            group["params"][:] = [span for param in group["params"] for span in spans.get(param, [param])]
-        self._handles.append(optimizer.register_step_post_hook(lambda *_: self.gather_values()))
-
-    def gather_values(self) -> None:
-        """Make parameters whole after a step. Every data rank calls."""
+            group["params"][:] = [part for param in group["params"] for part in self._shards.get(param, [param])]
         for bucket in self.buckets:
-            bucket.gather_values()
+            if bucket.stage.shards_optimizer:
+                bucket.optimizer_of |= {shard.param: optimizer for shard in bucket.shards if shard.slot.info.param in held}
+        updated = [bucket for bucket in reversed(self._gathered) if any(param in held for param in bucket.params)]
+        optimizer.register_step_post_hook(lambda *_: [bucket.gather() for bucket in updated] and None)
+
+    def _require_whole(self, optimizer: Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        cut = any(
+            not bucket.plan.kind.whole for bucket in self.buckets if bucket.stage.shards_optimizer and set(params) & set(bucket.params)
+        )
+        if cut and not is_elementwise(optimizer):
+            raise ValueError(
+                f"zero={self.stage} cuts these parameters into flat spans, but {type(optimizer).__name__} is not known to work element by "
+                "element, so it needs them whole (matrices, or statistics over a tensor): use zero=1 or zero=2, which give each rank whole "
+                "parameters"
+            )
+
+    @property
+    def _gathered(self) -> list[Bucket]:
+        """Buckets whose values are fetched after a step (stages 1 and 2); in reverse they are in the order of the forward pass."""
+        return [bucket for bucket in self.buckets if bucket.stage.shards_optimizer and not bucket.stage.frees_values]
+
+    def settle_values(self) -> None:
+        """Wait for values that are on their way (stages 1 and 2)."""
+        for bucket in self._gathered:
+            bucket.open_values()
 
     def held(self, param: nn.Parameter) -> tuple[str, ShardSpec]:
         """The name of a parameter that an optimizer of this rank holds, and which part of the whole it is."""
-        return self._info[param].name, self._held[param]
+        return self._info[param].name, self._spec[param]
 
     def info(self, param: nn.Parameter) -> ParameterInfo:
         """What is known of a parameter that an optimizer of this rank holds."""
@@ -144,34 +257,97 @@ class DataParallel:
     def gradients(self, optimizer: Optimizer) -> list[GradientShard]:
         """The gradients that this rank's ``optimizer`` is about to use."""
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        return [GradientShard(param.grad, self._info[param].counted) for param in params]
+        return [GradientShard(param.grad, self._counts(param)) for param in params]
+
+    def _counts(self, param: nn.Parameter) -> bool:
+        """Of all ranks over which ``ModelGradients`` sums, this one counts the gradient of ``param``."""
+        return self._info[param].counted and (param not in self._unsharded or not self.disjoint or self.groups.shard.index == 0)
+
+    def writes(self, param: nn.Parameter) -> bool:
+        """Of all ranks whose optimizers hold this part of a parameter, this one saves it."""
+        if not self.disjoint:
+            return self._info[param].counted and self.groups.data.index == 0
+        return self._counts(param) and self.groups.replicate.index == 0
 
     @property
     def disjoint(self) -> bool:
-        """Data ranks hold different parts of the gradients, so that a sum over the model needs all of them."""
-        return self.stage >= 1
+        """Sharding ranks hold different parts of the gradients, so that a sum over the model needs all of them."""
+        return self.kept.shards_optimizer
+
+    def release(self) -> None:
+        """Let optimizers go; others may be attached. At stages 1 and 2 values are whole afterwards."""
+        self.settle_values()
+        for optimizer in self._optimizers:
+            optimizer.__dict__.pop("add_param_group", None)
+        self._optimizers.clear()
+        self.clear()
 
     def close(self) -> None:
-        """Take the hooks off again."""
+        """``release``, and take the hooks off the module. Values are left as they are."""
+        self.release()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
+    def sharded_value(self, param: nn.Parameter) -> tuple[ShardSpec, Tensor] | None:
+        """Stage 3: the part of a parameter's values that this rank keeps, flat; empty if another has it. None: it is whole here."""
+        bucket = getattr(param, "zero", None)
+        if bucket is None or not bucket.stage.frees_values:
+            return None
+        for shard in self._shards[param]:
+            return self._spec[shard], shard.detach().view(-1)
+        return self._spec[param].flat(Span(0, 0)), bucket.span[:0]
+
     # --- hooks -------------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _reduces(self) -> bool:
+        """Whether ``finish`` reduces: stages that free whole gradients do after every backward pass."""
+        return self._sync or self.kept.frees_gradients
+
     def _arrived(self, bucket: Bucket, index: int, _: nn.Parameter) -> None:
-        bucket.arrive(index, last=self._sync)
-        if self._sync:
-            while self._next < len(self.buckets) and self.buckets[self._next].complete:
-                self.buckets[self._next].launch()
-                self._next += 1
+        last = self._reduces and not self._hold
+        bucket.arrive(index, last=last)
+        if not last:
+            return
+        while self._next < len(self.reduced) and self.reduced[self._next].complete:
+            self._launch(self.reduced[self._next])
+
+    def _launch(self, bucket: Bucket) -> None:
+        for earlier in self.reduced[self._collected : self._next]:
+            earlier.poll()
+        bucket.launch()
+        self._next += 1
+        if self.residency is not None and bucket.stage.frees_values:
+            self.residency.done(-bucket.plan.kind.unit)
+        if self.kept.frees_gradients:
+            while self._next - self._collected > IN_FLIGHT:
+                self.reduced[self._collected].collect()
+                self._collected += 1
 
     def _used_anywhere(self) -> Iterator[bool]:
-        """For each slot of each bucket, in order: some data rank used it. One small reduction; read back only where it matters."""
-        used = [flag for bucket in self.buckets for flag in bucket.used()]
+        """For each parameter of each bucket, in order: some data rank used it. One small reduction; read back only where it matters."""
+        used = [flag for bucket in self.reduced for flag in bucket.used]
         flags = torch.tensor(used, dtype=torch.int32)
-        data: Group = self.groups.data
-        if self.buckets and data.size > 1:
-            flags = flags.to(self.buckets[0].grads.device, non_blocking=True)
-            data.all_reduce(flags, "max")
+        if self.reduced:
+            flags = flags.to(self.reduced[0].device, non_blocking=True)
+            self._flags.wait()
+            self._flags = self.groups.data.all_reduce(flags, "max", async_op=True)
+            if not all(used):
+                self._flags.wait()
         return iter(used if all(used) else flags.bool().tolist())
+
+    def _refuse_unfrozen(self) -> None:
+        unfrozen = [info.name for info in self._frozen if info.param.grad is not None]
+        if unfrozen and not (self.groups.data.size == 1):
+            raise RuntimeError(
+                f"{', '.join(unfrozen)} got a gradient, but was frozen when training was set up, so its gradient is not averaged: unfreeze "
+                "parameters before trainer.fit (a second fit is fine)"
+            )
+
+
+def _refuse_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    raise RuntimeError(
+        f"a param group was added to {type(optimizer).__name__} during training; gradients are laid out when training starts: give "
+        "configure_optimizers all groups from the start (with lr=0, or frozen until a second fit)"
+    )

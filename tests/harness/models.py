@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -62,15 +63,17 @@ class TinyGPT(L.LightningModule):
         return torch.optim.AdamW(groups, lr=self.lr)
 
 
-def token_loader(batch: int, *, rows: int = 24, length: int = 13, vocab: int = 37, num_replicas: int = 1, rank: int = 0) -> DataLoader:
+def token_loader(
+    batch: int, *, rows: int = 24, length: int = 13, vocab: int = 37, ignore: bool = True, num_replicas: int = 1, rank: int = 0
+) -> DataLoader:
     """Global batches of ``batch`` rows in dataset order, or one replica's part of them."""
-    data = Tokens(rows, length, vocab)
+    data = Tokens(rows, length, vocab, ignore=ignore)
     sampler = DistributedSampler(data, num_replicas=num_replicas, rank=rank, shuffle=False)
     return DataLoader(data, batch_size=batch // num_replicas, sampler=sampler)
 
 
 def mlp(*sizes: int, bias: bool = True) -> nn.Sequential:
     layers: list[Any] = []
-    for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
+    for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs, bias=bias), nn.Tanh()]
     return nn.Sequential(*layers[:-1])

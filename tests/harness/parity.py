@@ -100,11 +100,8 @@ def assert_same(runs: list[Run], reference: Run, tolerance: float = 1e-10) -> No
             torch.testing.assert_close(got, want, **close, msg=lambda text, rank=rank, what=what: f"rank {rank} {what}: {text}")
         torch.testing.assert_close(torch.tensor(run.logged), torch.tensor(reference.logged), rtol=1e-6, atol=1e-6)
         if reference.validation is not None:
-            assert run.validation is not None and abs(run.validation - reference.validation) < 1e-6, (
-                rank,
-                run.validation,
-                reference.validation,
-            )
+            assert run.validation is not None, f"rank {rank} has no validation loss"
+            assert abs(run.validation - reference.validation) < 1e-6, (rank, run.validation, reference.validation)
     weights = runs[0].weights
     assert list(weights) == list(reference.weights)
     for name, value in reference.weights.items():

@@ -1,0 +1,204 @@
+"""Stage 3: which parameters come and go together, and when.
+
+Note [Coming and going]
+~~~~~~~~~~~~~~~~~~~~~~~
+A unit is a layer (a member of a ModuleList or Sequential), or the rest of the model. Its values are whole while it is *used*: from the
+start of a forward of its module to the end, and from the moment the gradient of that forward's output arrives until its own gradients
+are on their way. (The rest has no module of its own: each module that owns some of it counts, and between two of those it may go.)
+
+All of it is one small cache. Using a unit gathers it unless it is here, then starts to gather those that will be used next, as the
+sequence of uses in the last pass tells; to make room, the unit whose last use is longest ago is freed. So ``1 + prefetch`` units are
+whole at a time, whether a pass goes forward, backward, recomputes, calls modules twice, in another order or not at all::
+
+    uses       rest  0  1  2  rest | rest  2  1  0          (the head's use of the rest serves backward too, as does layer 2's)
+    gathers    rest  0  1  2  rest |       .  1  0
+                     ^ each started while the unit before it computes
+
+All sharding ranks must use units in the same order, since each gather is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lightning_par.zero.bucket import Bucket
+
+REST = -1
+"""The number of the unit of everything that is in no layer."""
+
+
+def find_units(module: nn.Module, classes: Sequence[str] = ()) -> dict[nn.Module, int]:
+    """The modules that come and go as one, with their numbers in order of registration.
+
+    Those of the named classes, else the members of every outermost ModuleList, Sequential or ModuleDict.
+
+    Raises:
+        ValueError: a named class has no instance in the module.
+    """
+    if classes:
+        missing = set(classes) - {type(m).__name__ for m in module.modules()}
+        if missing:
+            raise ValueError(f"ZeroOptions(units=...) names {', '.join(sorted(missing))}, but the module has no instance of that class")
+    found: dict[nn.Module, int] = {}
+
+    def visit(parent: nn.Module) -> None:
+        for child in parent.children():
+            is_unit = type(child).__name__ in classes if classes else isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+            if is_unit and any(True for _ in child.parameters()):
+                found.setdefault(child, len(found))
+            elif child not in found:
+                visit(child)
+
+    visit(module)
+    return found
+
+
+def assign(module: nn.Module, units: dict[nn.Module, int]) -> dict[nn.Parameter, int]:
+    """The unit of every parameter; one that several units share belongs to the rest."""
+    owner: dict[nn.Parameter, int] = {}
+    for unit, number in units.items():
+        for param in unit.parameters():
+            owner[param] = number if owner.get(param, number) == number else REST
+    inside = {inner for unit in units for inner in unit.modules()}
+    for submodule in module.modules():
+        if submodule not in inside:
+            for param in submodule.parameters(recurse=False):
+                owner[param] = REST
+    return owner
+
+
+class Residency:
+    """The cache of whole units. See Note [Coming and going].
+
+    Args:
+        buckets: of each unit.
+        prefetch: units gathered ahead.
+    """
+
+    def __init__(self, buckets: dict[int, list[Bucket]], prefetch: int) -> None:
+        self.buckets, self.capacity = buckets, 1 + prefetch
+        self._whole: list[int] = []  # by last use, the oldest first
+        self._inside: dict[int, int] = dict.fromkeys(buckets, 0)  # forwards under way
+        self._pass: list[int] = []
+        self._last_pass: dict[bool, list[int]] = {}  # by whether it had a backward pass
+        self._place = 0
+
+    def use(self, unit: int) -> None:
+        """Make a unit's values whole, now, and those of the next ones soon."""
+        if not self._pass or self._pass[-1] != unit:
+            self._pass.append(unit)
+            self._advance(unit)
+        self._fetch(unit)
+        for bucket in self.buckets[unit]:
+            bucket.open_values()
+        for upcoming in self._upcoming():
+            if upcoming not in self._whole:
+                self._fetch(upcoming)
+
+    def enter(self, unit: int) -> None:
+        """A forward that needs the unit begins."""
+        self._inside[unit] += 1
+        self.use(unit)
+
+    def leave(self, unit: int) -> None:
+        """It ends: values stay for a while, but outside a forward nobody may use them."""
+        self._inside[unit] -= 1
+        if not self._inside[unit] and not in_backward():
+            for bucket in self.buckets[unit]:
+                bucket.close_values()
+
+    def done(self, unit: int) -> None:
+        """The unit's gradients are complete, so backward needs it no more."""
+        if unit in self._whole and not self._inside[unit]:
+            self._free(unit)
+
+    def end_pass(self, *, backward: bool) -> None:
+        """A step is over: free everything, and remember the order for the next."""
+        for unit in list(self._whole):
+            self._free(unit)
+        self._inside = dict.fromkeys(self.buckets, 0)
+        self._last_pass[backward] = self._pass
+        self._pass, self._place = [], 0
+
+    def _fetch(self, unit: int) -> None:
+        if unit in self._whole:
+            self._whole.remove(unit)
+        else:
+            self._make_room()
+            for bucket in self.buckets[unit]:
+                bucket.gather()
+        self._whole.append(unit)
+
+    def _make_room(self) -> None:
+        idle = [unit for unit in self._whole if not self._inside[unit]]
+        for unit in idle[: max(0, len(self._whole) - self.capacity + 1)]:
+            self._free(unit)
+
+    def _free(self, unit: int) -> None:
+        self._whole.remove(unit)
+        for bucket in self.buckets[unit]:
+            bucket.free()
+
+    def _order(self) -> list[int]:
+        return self._last_pass.get(torch.is_grad_enabled() or in_backward(), [])
+
+    def _advance(self, unit: int) -> None:
+        """Find the present place in the last pass's order; past its end nothing is foretold."""
+        order = self._order()
+        self._place = next((place + 1 for place in range(self._place, len(order)) if order[place] == unit), len(order))
+
+    def _upcoming(self) -> list[int]:
+        return list(dict.fromkeys(self._order()[self._place : self._place + self.capacity - 1]))
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def install(module: nn.Module, units: dict[nn.Module, int], owner: dict[nn.Parameter, int], residency: Residency) -> list[RemovableHandle]:
+    """Hook every unit, and every module outside them that owns parameters, so that its forward and backward use its unit."""
+    handles = []
+    inside = {inner for unit in units for inner in unit.modules()}
+    hosts: list[tuple[nn.Module, Iterable[int]]] = []
+    for unit in units:
+        hosts.append((unit, {owner[param] for param in unit.parameters() if param in owner}))
+    for submodule in module.modules():
+        if submodule not in inside:
+            hosts.append((submodule, {owner[param] for param in submodule.parameters(recurse=False) if param in owner}))
+    for host, needed in hosts:
+        if numbers := sorted(needed & residency.buckets.keys()):
+            handles += _hook(host, numbers, residency)
+    return handles
+
+
+def _hook(host: nn.Module, numbers: list[int], residency: Residency) -> list[RemovableHandle]:
+    def before(*_: Any) -> None:
+        for number in numbers:
+            residency.enter(number)
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        for number in numbers:
+            residency.leave(number)
+        if type(host) is not nn.Embedding:  # its backward needs no values
+            _before_backward(output, lambda: [residency.use(number) for number in numbers])
+
+    return [host.register_forward_pre_hook(before), host.register_forward_hook(after, always_call=False)]
+
+
+def _before_backward(output: Any, action: Callable[[], object]) -> None:
+    """Call ``action`` as soon as the gradient of any tensor of ``output`` is there."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _grad: _run(action))
+
+
+def _run(action: Callable[[], object]) -> None:
+    """A gradient hook that returns something replaces the gradient."""
+    action()
