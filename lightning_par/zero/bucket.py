@@ -341,7 +341,7 @@ class Bucket:
             return
         name = next(slot.info.name for slot in self.plan.slots if slot.info.param is param)
         raise RuntimeError(
-            f"{name} is sharded over {self.groups.shard.size} ranks (zero=3) and whole only inside the forward of its own module. Elsewhere "
-            "read or edit it inside `with lightning_par.full_parameters(module):`, on every rank; or keep its module whole with "
+            f"{name} is sharded over {self.groups.shard.size} ranks (zero=3) and whole only inside the forward of its own module. "
+            "Elsewhere read or edit it inside `with lightning_par.full_parameters(module):`, on every rank; or keep its module whole with "
             "ZeroOptions(ignored=...)"
         )

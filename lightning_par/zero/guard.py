@@ -33,7 +33,48 @@ class GuardedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _HARMLESS = frozenset(
+        if func not in _HARMLESS:
+            for param in _guarded((args, tuple(kwargs.values()))):
+                param.zero.touched(param)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        self.zero.touched(self)
+        return nn.Parameter.__deepcopy__(self, memo)
+
+    def __repr__(self) -> str:
+        return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, values away"
+
+
+def guard(param: nn.Parameter) -> None:
+    """From now on every touch of ``param`` asks ``param.zero`` first."""
+    param.__class__ = GuardedParameter
+
+
+def unguard(param: nn.Parameter) -> None:
+    """The values are there: ``param`` is an ordinary parameter again."""
+    param.__class__ = nn.Parameter
+
+
+def _guarded(value: Any) -> list[GuardedParameter]:
+    if isinstance(value, GuardedParameter):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [param for item in value for param in _guarded(item)]
+    return []
+
+
+_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "is_cpu", "is_cuda", "is_meta", "is_sparse"),
+    *("requires_grad", "grad", "_grad", "grad_fn", "is_leaf", "output_nr", "_post_accumulate_grad_hooks", "_backward_hooks"),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "is_contiguous"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__"),
+)
+
+_HARMLESS = frozenset(
     {
         *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
         *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad", "_grad")),
