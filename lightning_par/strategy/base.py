@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,7 +28,8 @@ from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
 from lightning_par.strategy.facts import model_facts
 from lightning_par.strategy.steps import Step, StepRunner
-from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions
+from lightning_par.strategy.weight_averaging import averages, open_weights
+from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions, synchronize_batch_norms
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -68,6 +69,7 @@ class HybridParallelStrategy(ParallelStrategy):
         self._assembled: Assembled | None = None
         self._runner: StepRunner | None = None
         self._data_parallel: DataParallel | None = None
+        self._open_weights = ExitStack()
 
     # --- where this rank stands --------------------------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class HybridParallelStrategy(ParallelStrategy):
         facts = model_facts(module, trainer.datamodule) if module is not None else None
         violations = self.requested.violations(self.num_nodes * self.num_processes, facts)
         if module is not None and self._fits(trainer):
-            violations += _loop_violations(self.requested, module)
+            violations += _loop_violations(self.requested, module, trainer)
         if trainer.state.fn == TrainerFn.PREDICTING and self.requested.cp > 1:
             violations.append(f"predict with cp={self.requested.cp}: outputs of context shards are not joined; use a layout with cp=1")
         if violations:
@@ -149,6 +151,11 @@ class HybridParallelStrategy(ParallelStrategy):
         assert module is not None
         if self._assembled is None or self._assembled.module is not module:
             self._check(trainer)
+            if self._data_parallel is not None:
+                self._data_parallel.close()
+                self._data_parallel = None
+            if self._layer_sync is not None:
+                synchronize_batch_norms(module, self.mesh.data)
             self.precision_plugin.convert_module(module)
             self._assembled = assemble(module, self.mesh, self.root_device)
         self.model = module
@@ -156,6 +163,8 @@ class HybridParallelStrategy(ParallelStrategy):
             self.model_to_device()
         if self._data_parallel is None and self.layout.zero == 3:
             self._data_parallel = self._shard([])
+        if self.layout.zero == 3:
+            self._open_weights = open_weights(trainer, module)
         buffers = list(state.persistent_buffers(self._assembled).values())
         self._buffers = BufferSync(buffers, self.mesh.data)
         self._runner = StepRunner(module, self.mesh, self._assembled.pipeline, self.root_device)
@@ -191,6 +200,7 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         module = self._lightning_module
+        self._open_weights.close()
         if self._data_parallel is not None and self.layout.zero == 3:  # values stay sharded: no rank may have room for all of them
             self._data_parallel.release()
             self._lightning_module = None
@@ -437,7 +447,15 @@ def _layout_of(layout: ParallelLayout | None, fields: dict[str, Any]) -> Paralle
     return replace(layout, **fields) if layout is not None else ParallelLayout(**fields)
 
 
-def _loop_violations(layout: ParallelLayout, module: pl.LightningModule) -> list[str]:
+def _loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer: pl.Trainer) -> list[str]:
+    found = []
     if layout.pp > 1 and not module.automatic_optimization:
-        return [f"manual optimization with pp={layout.pp}: the schedule runs backward itself; set automatic_optimization=True, or pp=1"]
-    return []
+        found.append(
+            f"manual optimization with pp={layout.pp}: the schedule runs backward itself; set automatic_optimization=True, or pp=1"
+        )
+    if averages(trainer.callbacks) and layout.tp * layout.pp > 1:
+        found.append(
+            f"a WeightAveraging callback with tp={layout.tp}, pp={layout.pp}: it keeps a copy of the whole module, which no rank has then; "
+            "use data, ZeRO or context parallelism with it"
+        )
+    return found

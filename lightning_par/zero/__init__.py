@@ -7,6 +7,7 @@ from lightning_par.zero.data_parallel import DataParallel
 from lightning_par.zero.gradients import ModelGradients
 from lightning_par.zero.options import ZeroOptions
 from lightning_par.zero.plan import BucketPlan, ParameterInfo, Slot, plan_buckets
+from lightning_par.zero.sync_batch_norm import SyncBatchNorm, synchronize_batch_norms
 
 __all__ = [
     "BucketPlan",
@@ -16,9 +17,11 @@ __all__ = [
     "ParameterInfo",
     "ReduceGroups",
     "Slot",
+    "SyncBatchNorm",
     "ZeroOptions",
     "full_gradient",
     "full_optimizer_state",
     "full_parameters",
     "plan_buckets",
+    "synchronize_batch_norms",
 ]
