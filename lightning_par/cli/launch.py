@@ -3,7 +3,7 @@
 Note [who composes the config]
 Hydra composes the config in one process only: the parent, which then starts every rank through torch's elastic agent, or rank 0
 where ranks are there already (RANK is set). All others are handed the finished `Job`: from the parent as an argument, from rank 0
-through the rendezvous store. So a job has one output folder and one config, and interpolations such as ${now:} have one value.
+through the store where ranks meet. So a job has one output folder and one config, and interpolations such as ${now:} have one value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_par.cli.check import check_layout, check_world, local_world_size
 from lightning_par.layout import LayoutError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from lightning_par.comm.rendezvous import Bulletin
 
 CONF = Path(lightning_par.__file__).parent / "conf"
 PRELOADED = ["lightning_par.cli.train", "lightning_par.recipes.gpt", "lightning_par.recipes.text", "lightning_par.callbacks"]
@@ -55,11 +55,11 @@ def run() -> None:
         _preload()
         _hydra_app(_start_ranks)
         return
-    from torch import distributed
-
     _export_slurm_ranks()
-    store, rank, _ = next(distributed.rendezvous("env://"))  # kept alive: the process group meets in the same store
-    _lead(store) if rank == 0 else _follow(store)
+    from lightning_par.comm.rendezvous import Bulletin
+
+    bulletin = Bulletin()
+    _lead(bulletin) if bulletin.rank == 0 else _follow(bulletin)
 
 
 def started_from_outside(environment: Mapping[str, str]) -> bool:
@@ -160,30 +160,26 @@ def _export_slurm_ranks() -> None:
     )
 
 
-def _lead(store: Store) -> None:
+def _lead(bulletin: Bulletin) -> None:
     """Rank 0 composes each job, hands it to the others and runs it; an empty job ends the others, whatever happened here."""
     numbers = itertools.count()
 
     def share(job: Job) -> dict[str, float]:
-        store.set(_key(next(numbers)), json.dumps(asdict(job)))
+        bulletin.post(f"job/{next(numbers)}", json.dumps(asdict(job)))
         return run_rank(job)
 
     try:
         _hydra_app(share)
     finally:
-        store.set(_key(next(numbers)), "")
+        bulletin.post(f"job/{next(numbers)}", "")
 
 
-def _follow(store: Store) -> None:
+def _follow(bulletin: Bulletin) -> None:
     for number in itertools.count():
-        message = store.get(_key(number))
+        message = bulletin.read(f"job/{number}")
         if not message:
             return
         run_rank(Job(**json.loads(message)))
-
-
-def _key(number: int) -> str:
-    return f"lightning_par/job/{number}"
 
 
 # ---- on each rank
