@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_par.checkpoint.shard import Shard
+from lightning_par.checkpoint.shard import LoadPlanner, SavePlanner, Shard
 from lightning_par.comm import Group
 
 META, PARTIAL, REPLACED = "meta.pt", ".partial", ".replaced"
@@ -46,7 +47,7 @@ def save(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], meta: Map
     target = Path(folder)
     partial = target.with_name(target.name + PARTIAL)
     _on_rank_0(world, lambda: _begin(target, partial))
-    _everywhere(world, lambda: dcp.save(dict(tensors), checkpoint_id=partial, process_group=world.handle, no_dist=world.size == 1))
+    _everywhere(world, lambda: _write(partial, tensors, world))
     _on_rank_0(world, lambda: _complete(target, partial, meta))
 
 
@@ -81,7 +82,7 @@ def read_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Shard]) -
     if faults:
         raise CheckpointError(f"checkpoint {source} does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))
     if wanted:
-        dcp.load(dict(wanted), checkpoint_id=source, no_dist=True)
+        dcp.load(dict(wanted), checkpoint_id=source, planner=LoadPlanner(), no_dist=True)
 
 
 def _begin(target: Path, partial: Path) -> None:
@@ -89,6 +90,15 @@ def _begin(target: Path, partial: Path) -> None:
         raise CheckpointError(f"{target} is a file: a checkpoint of ours is a folder; choose another path or delete the file")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+
+
+def _write(partial: Path, tensors: Mapping[str, Shard], world: Group) -> None:
+    alone = world.size == 1
+    try:
+        dcp.save(dict(tensors), checkpoint_id=partial, planner=SavePlanner(), process_group=world.handle, no_dist=alone)
+    except CheckpointException as error:  # every rank has it, with the errors of all
+        mine = error.failures.get(world.index)
+        raise CheckpointError("another rank could not write" if mine is None else f"{type(mine[0]).__name__}: {mine[0]}") from error
 
 
 def _complete(target: Path, partial: Path, meta: Mapping[str, Any]) -> None:

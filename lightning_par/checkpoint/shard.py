@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from typing_extensions import override
 
 from lightning_par.layout import Box, ShardSpec
 
@@ -59,3 +61,19 @@ class Shard:
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Finds the data of shards; torch's own asks tensors only."""
+
+    @override
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """As SavePlanner, for loading."""
+
+    @override
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
