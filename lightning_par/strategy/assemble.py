@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_par.comm import Mesh
 from lightning_par.context import prepare
-from lightning_par.layout import ShardSpec
+from lightning_par.layout import ParallelLayout, ShardSpec
 from lightning_par.pipeline import Pipeline
 from lightning_par.tensor import shard_module
 from lightning_par.zero import ParameterInfo
@@ -53,8 +53,13 @@ class Assembled:
 
 
 def assemble(module: nn.Module, mesh: Mesh, device: torch.device) -> Assembled:
-    """Cut ``module`` in place. Every rank calls, with the whole module. See Note [The order of the axes]."""
+    """Cut ``module`` in place. Every rank calls, with the whole module. See Note [The order of the axes].
+
+    Raises:
+        RuntimeError: the module is no longer whole.
+    """
     layout = mesh.layout
+    _mark(module, layout)
     aliases = _aliases(module)
     _broadcast(module, mesh, device)
     specs = {name: ShardSpec.whole(param) for name, param in module.named_parameters()}
@@ -76,6 +81,20 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device) -> Assembled:
     buffers = mesh.pp.gather_objects([name for name, _ in module.named_buffers()])
     elsewhere = frozenset(name for stage in buffers[: mesh.pp.index] for name in stage)
     return Assembled(module, mesh, tuple(infos), aliases, elsewhere, pipeline)
+
+
+def _mark(module: nn.Module, layout: ParallelLayout) -> None:
+    """Write on a module that it is about to be cut; refuse one that was."""
+    if cut := getattr(module, _CUT, None):
+        raise RuntimeError(
+            f"{type(module).__name__} was cut for {cut} by another strategy, so most of its weights are not here. Go on with the Trainer "
+            "that did (it may fit, validate and test in any order), or build a new module and give it the weights by ckpt_path"
+        )
+    if layout.tp > 1 or layout.pp > 1:
+        setattr(module, _CUT, f"tp={layout.tp} pp={layout.pp}")
+
+
+_CUT = "_lightning_par_cut"
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:
