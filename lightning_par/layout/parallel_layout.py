@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 ZERO_STAGES = (0, 1, 2, 3)
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 
 
 class LayoutError(ValueError):
@@ -45,8 +45,9 @@ class ParallelLayout:
         cp: context-parallel degree (ranks that share each sequence).
         zero: 0 bucketed all-reduce · 1 optimizer states sharded over dp · cp · 2 gradients too · 3 parameters too.
         replicate: of the dp replicas, how many groups hold a full set of shards (hybrid sharding: shard inside, replicate across).
-        schedule: order of the pipeline's forwards and backwards, ``gpipe`` or ``1f1b``.
-        microbatches: pieces a pipeline cuts each batch into; None = pp, at most the batch size.
+        schedule: order of the pipeline's forwards and backwards: ``gpipe``, ``1f1b`` or ``interleaved_1f1b``.
+        chunks: stages on each pipeline rank (interleaved); stage s stands on pipeline rank s mod pp.
+        microbatches: pieces a pipeline cuts each batch into; None = pp · chunks, at most the batch size.
     """
 
     dp: int | Literal["auto"] = "auto"
@@ -56,6 +57,7 @@ class ParallelLayout:
     zero: int = 0
     replicate: int = 1
     schedule: str = "1f1b"
+    chunks: int = 1
     microbatches: int | None = None
 
     def __post_init__(self) -> None:
@@ -92,11 +94,11 @@ class ParallelLayout:
 
     def microbatches_for(self, batch: int) -> int:
         """Pieces a pipeline cuts a batch of this many samples into."""
-        return min(self.microbatches or self.pp, max(batch, 1))
+        return min(self.microbatches or self.pp * self.chunks, max(batch, 1))
 
     def _own_violations(self) -> list[str]:
         found = []
-        for axis in ("dp", "tp", "pp", "cp", "replicate"):
+        for axis in ("dp", "tp", "pp", "cp", "replicate", "chunks"):
             degree = getattr(self, axis)
             if not (axis == "dp" and degree == "auto") and not _positive(degree):
                 found.append(f"{axis}={degree!r}: a degree is a whole number of at least 1" + (', or "auto"' if axis == "dp" else ""))
@@ -106,6 +108,11 @@ class ParallelLayout:
             found.append(f"replicate={self.replicate} with zero=0: everything is replicated then; leave it at 1, or choose zero 1, 2 or 3")
         if self.schedule not in SCHEDULES:
             found.append(f"schedule={self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
+        if _positive(self.chunks) and self.chunks > 1 and (self.schedule != "interleaved_1f1b" or self.pp == 1):
+            found.append(
+                f"chunks={self.chunks} with schedule={self.schedule} and pp={self.pp}: several stages a rank need schedule=interleaved_1f1b "
+                "and pp of at least 2"
+            )
         if self.microbatches is not None and not _positive(self.microbatches):
             found.append(f"microbatches={self.microbatches!r}: give a whole number of at least 1, or None for one a stage")
         elif self.microbatches is not None and self.pp == 1:
@@ -129,9 +136,10 @@ class ParallelLayout:
 
     def _model_violations(self, facts: ModelFacts) -> list[str]:
         found = []
-        if facts.layers is not None and self.pp > facts.layers:
+        stages = self.pp * self.chunks
+        if facts.layers is not None and stages > facts.layers:
             found.append(
-                f"pp={self.pp} needs at least {self.pp} layers, but the model has {facts.layers}: lower pp to {facts.layers} or less"
+                f"pp={self.pp} · chunks={self.chunks} = {stages} stages need a layer each, but the model has {facts.layers}: lower pp or chunks"
             )
         for key, count in (("attention heads", facts.heads), ("key-value heads", facts.kv_heads)):
             if count is not None and count % self.tp:

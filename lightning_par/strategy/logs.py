@@ -73,6 +73,20 @@ class LogRecorder:
         entry.weights.append(self.weight)
         entry.options = options
 
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Forget what is logged inside if the step does not come to its end: a stage before the last leaves it on the way."""
+        before = {name: (len(entry.values), entry.options) for name, entry in self.logged.items()}
+        try:
+            yield
+        except BaseException:
+            for name, entry in list(self.logged.items()):
+                count, entry.options = before.get(name, (0, {}))
+                del entry.values[count:], entry.weights[count:]
+                if not count:
+                    del self.logged[name]
+            raise
+
     def replay(self, values: dict[str, Tensor], options: dict[str, dict[str, Any]], samples: int | None) -> None:
         """Log the agreed values for real; they are the same on all ranks, so nothing is left to synchronize.
 

@@ -95,7 +95,7 @@ class StepRunner:
 
             def forward(m: int) -> Tensor:
                 log.weight = pieces[m].share
-                with context():
+                with context(), log.attempt():
                     loss = _loss_of(step(pieces[m].batch, *args[1:], **kwargs))
                 if loss is None:
                     raise RuntimeError("training_step returned no loss: under a pipeline a batch cannot be skipped")
@@ -106,8 +106,6 @@ class StepRunner:
                 self.pipeline.forward_backward(forward, [("train", signature(piece.batch)) for piece in pieces])
         if self.pipeline.is_last:
             self._verify(pieces[0].batch)
-        else:
-            log.logged.clear()
         value = self.agreement.reach(log, losses, [piece.share for piece in pieces[: len(losses)]], batch_size(args[0]))
         return value.requires_grad_()
 
@@ -119,7 +117,7 @@ class StepRunner:
 
             def forward(m: int) -> None:
                 log.weight = pieces[m].share
-                with context():
+                with context(), log.attempt():
                     outputs.append(step(pieces[m].batch, *args[1:], **kwargs))
 
             if self.pipeline is None:
@@ -127,8 +125,6 @@ class StepRunner:
             else:
                 self.pipeline.forward_only(forward, [(step.__name__, signature(piece.batch)) for piece in pieces])
         if self.pipeline is not None:
-            if not self.pipeline.is_last:
-                log.logged.clear()
             joined = join(outputs, [piece.share for piece in pieces]) if outputs else None
             outputs = [self.mesh.pp.broadcast_object(joined, self.mesh.pp.size - 1)]
         self.agreement.reach(log, [], [], batch_size(args[0]) if self.pipeline else None)

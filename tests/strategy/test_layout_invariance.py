@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 gpipe": {"pp": 2, "schedule": "gpipe", "microbatches": 5},
     "pp2 1f1b": {"pp": 2, "schedule": "1f1b", "microbatches": 5},
     "pp3 1f1b": {"pp": 3, "schedule": "1f1b", "microbatches": 4},
+    "pp2 interleaved": {"pp": 2, "schedule": "interleaved_1f1b", "chunks": 3, "microbatches": 5},
     "cp2": {"cp": 2},
     "dp2 tp2": {"dp": 2, "tp": 2},
     "dp2 pp2": {"dp": 2, "pp": 2},
