@@ -1,0 +1,1 @@
+"""Benchmarks: this project side by side with what a user would take instead. See README.md in this folder."""
