@@ -34,7 +34,7 @@ def _places(run: Path, trainer: L.Trainer) -> list[tuple[str, str]]:
         ("metrics (CSV)", sorted(run.glob("csv/metrics.csv"))),
         ("W&B", sorted(run.glob("wandb/*run-*"))),
     ]
-    return [(name, _short(path)) for name, paths in candidates for path in paths if path.exists()]
+    return [(name, str(path)) for name, paths in candidates for path in paths if path.exists()]
 
 
 def _results(trainer: L.Trainer) -> list[tuple[str, str]]:
@@ -50,8 +50,3 @@ def _results(trainer: L.Trainer) -> list[tuple[str, str]]:
 
 def _one(trainer: L.Trainer, kind: type[C]) -> C | None:
     return next((callback for callback in trainer.callbacks if isinstance(callback, kind)), None)
-
-
-def _short(path: Path) -> str:
-    """Relative to here where that is shorter to read."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
