@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,8 @@ def read_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Shard]) -
     if faults:
         raise CheckpointError(f"checkpoint {source} does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))
     if wanted:
-        dcp.load(dict(wanted), checkpoint_id=source, planner=LoadPlanner(), no_dist=True)
+        with _no_word_of_single_processes():
+            dcp.load(dict(wanted), checkpoint_id=source, planner=LoadPlanner(), no_dist=True)
 
 
 def _begin(target: Path, partial: Path) -> None:
@@ -95,10 +98,19 @@ def _begin(target: Path, partial: Path) -> None:
 def _write(partial: Path, tensors: Mapping[str, Shard], world: Group) -> None:
     alone = world.size == 1
     try:
-        dcp.save(dict(tensors), checkpoint_id=partial, planner=SavePlanner(), process_group=world.handle, no_dist=alone)
+        with _no_word_of_single_processes():
+            dcp.save(dict(tensors), checkpoint_id=partial, planner=SavePlanner(), process_group=world.handle, no_dist=alone)
     except CheckpointException as error:  # every rank has it, with the errors of all
         mine = error.failures.get(world.index)
         raise CheckpointError("another rank could not write" if mine is None else f"{type(mine[0]).__name__}: {mine[0]}") from error
+
+
+@contextmanager
+def _no_word_of_single_processes() -> Iterator[None]:
+    """torch warns that it takes a rank which works on its own for the only one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _complete(target: Path, partial: Path, meta: Mapping[str, Any]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from typing_extensions import override
 
@@ -73,6 +74,14 @@ class SavePlanner(DefaultSavePlanner):
 
 class LoadPlanner(DefaultLoadPlanner):
     """As SavePlanner, for loading."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    @override
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """As torch's own, which would put None in place of everything that is no tensor."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     @override
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

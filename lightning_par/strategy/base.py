@@ -147,6 +147,7 @@ class HybridParallelStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        seams.note_sigterm(trainer)
         module = self.lightning_module
         assert module is not None
         if self._assembled is None or self._assembled.module is not module:
@@ -159,7 +160,7 @@ class HybridParallelStrategy(ParallelStrategy):
             self.precision_plugin.convert_module(module)
             self._assembled = assemble(module, self.mesh, self.root_device)
         self.model = module
-        if self._data_parallel is None:
+        if self._data_parallel is None or self.layout.zero < 3:
             self.model_to_device()
         if self._data_parallel is None and self.layout.zero == 3:
             self._data_parallel = self._shard([])
@@ -176,7 +177,7 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self._data_parallel is None:
+        if self._data_parallel is None or self.layout.zero < 3:
             self._data_parallel = self._shard(self.optimizers)
         for optimizer in self.optimizers:
             self._data_parallel.attach(optimizer)
@@ -194,6 +195,7 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        seams.fail_on_sigterm(exception)
         if isinstance(self._launcher, seams.CheckedLauncher):
             self._launcher.end_others()
 
@@ -205,8 +207,7 @@ class HybridParallelStrategy(ParallelStrategy):
             self._data_parallel.release()
             self._lightning_module = None
         elif self._data_parallel is not None:
-            self._data_parallel.close()
-            self._data_parallel = None
+            self._data_parallel.close()  # and kept: it knows what the optimizers hold, which may be saved after the fit
         super().teardown()
         self._lightning_module = module
 
@@ -288,9 +289,9 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The gradient buckets; there while fitting."""
+        """The gradient buckets; there from the first fit on."""
         if self._data_parallel is None:
-            raise RuntimeError("there are gradients only while the Trainer fits")
+            raise RuntimeError("there are no gradients before the Trainer fits")
         return self._data_parallel
 
     @property

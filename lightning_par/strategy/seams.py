@@ -13,10 +13,20 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-__all__ = ["CheckedLauncher", "backward_multiplier", "join_world", "reset_seed", "set_logged_rank", "zeroes_gradients"]
+__all__ = [
+    "CheckedLauncher",
+    "backward_multiplier",
+    "fail_on_sigterm",
+    "join_world",
+    "note_sigterm",
+    "reset_seed",
+    "set_logged_rank",
+    "zeroes_gradients",
+]
 
 
 class CheckedLauncher(_SubprocessScriptLauncher):
@@ -41,6 +51,27 @@ def join_world(cluster: ClusterEnvironment, device: torch.device, timeout: timed
     """Create the default process group, unless there is one."""
     kwargs = {} if device.type == "cpu" else {"device_id": device}
     _init_dist_connection(cluster, _get_default_process_group_backend_for_device(device), timeout=timeout, **kwargs)
+
+
+def note_sigterm(trainer: pl.Trainer) -> None:
+    """Let a SIGTERM end all ranks after the batch at hand.
+
+    The next batch begins with Lightning asking rank 0 whether one came. Its own handler would also broadcast at once, between messages
+    of the step that the signal interrupted, which the other ranks cannot take apart.
+    """
+
+    def note(signum: int, frame: object) -> None:
+        if not trainer._signal_connector.received_sigterm and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)
+        trainer._signal_connector.received_sigterm = True
+
+    trainer._signal_connector._sigterm_notifier_fn = note
+
+
+def fail_on_sigterm(exception: BaseException) -> None:
+    """Lightning would end a run that a SIGTERM cut short with exit code 0."""
+    if isinstance(exception, SIGTERMException) and exception.code is None:
+        exception.code = 128 + signal.SIGTERM
 
 
 def set_logged_rank(rank: int) -> None:

@@ -17,7 +17,7 @@ from tests.strategy.scripts.user_script import train
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "user_script.py"
-SECONDS_TO_END = 15
+SECONDS_TO_END = 15 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # more if other work shares the cores
 
 
 @dataclass
@@ -125,14 +125,15 @@ def test_L11_a_rank_that_dies_without_a_word_ends_the_job(how: str, rank: int, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["python", "torchrun"])
-def test_L11_sigterm_to_rank_0_in_the_middle_of_a_step_ends_the_job(how: str, tmp_path: Path) -> None:
+def test_L11_sigterm_to_rank_0_ends_all_ranks_after_the_step(how: str, tmp_path: Path) -> None:
     job = _start(tmp_path, how, layout="tp=2", devices=2, fault="sleep:0")
     while job.seconds_since_fault is None:
         assert job.process.poll() is None, job.wait()[1]
         time.sleep(0.1)
     os.kill(int((tmp_path / "pid0").read_text()), signal.SIGTERM)
-    code, _ = job.wait()
+    code, output = job.wait()
     assert code != 0
+    assert "Traceback" not in output or how == "torchrun", output
     assert job.seconds_since_fault < SECONDS_TO_END
     _assert_all_gone(job, 2)
 

@@ -64,7 +64,7 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def fail(self, moment):
-        """In the second epoch, if FAULT says so: raise, exit:RANK without a word, or sleep:RANK."""
+        """In the second epoch, if FAULT says so: raise, exit:RANK without a word, or sleep:RANK a while."""
         what, _, rank = os.environ.get("FAULT", "").partition(":")
         here = what == moment or (what in ("exit", "sleep") and moment == "train")
         if not here or rank != RANK or self.trainer.current_epoch != 1:
@@ -73,7 +73,7 @@ class Net(L.LightningModule):
         if what == "exit":
             os._exit(7)
         if what == "sleep":
-            time.sleep(60)
+            return time.sleep(3)
         raise ValueError(f"the user's own error in {moment} on rank {rank}")
 
 
