@@ -122,10 +122,10 @@ class HybridParallelStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self._launcher = seams.CheckedLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self._check)
 
-    def _check(self, trainer: pl.Trainer) -> None:
+    def _check(self, trainer: pl.Trainer, data: object) -> None:
         """Before any process starts: every rule of the layout, and what a LightningModule must not do under it."""
         module = self.lightning_module
-        facts = model_facts(module, trainer.datamodule) if module is not None else None
+        facts = model_facts(module, data) if module is not None else None
         violations = self.requested.violations(self.num_nodes * self.num_processes, facts)
         if module is not None and self._fits(trainer):
             violations += _loop_violations(self.requested, module, trainer)
@@ -151,7 +151,7 @@ class HybridParallelStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         if self._assembled is None or self._assembled.module is not module:
-            self._check(trainer)
+            self._check(trainer, trainer.datamodule)
             if self._data_parallel is not None:
                 self._data_parallel.close()
                 self._data_parallel = None

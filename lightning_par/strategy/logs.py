@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CELLS = 64
+CELLS = 256
 """Numbers that one reduction carries, the hash included."""
 
 

@@ -32,14 +32,15 @@ __all__ = [
 class CheckedLauncher(_SubprocessScriptLauncher):
     """Starts the other local ranks as copies of this script (unless torchrun or a cluster did), after checking that they can run."""
 
-    def __init__(self, cluster: ClusterEnvironment, processes: int, nodes: int, check: Callable[[pl.Trainer], None]) -> None:
+    def __init__(self, cluster: ClusterEnvironment, processes: int, nodes: int, check: Callable[[pl.Trainer, object], None]) -> None:
         super().__init__(cluster, processes, nodes)
         self._check = check
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
-        self._check(trainer)
+        given = (value for value in (*args, *kwargs.values()) if isinstance(value, pl.LightningDataModule))  # not yet the Trainer's
+        self._check(trainer, next(given, None))
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def end_others(self) -> None:

@@ -146,3 +146,48 @@ def _on_manual_optimization(layout: dict[str, Any]) -> None:
 def test_manual_optimization_under_a_pipeline_is_refused() -> None:
     with pytest.raises(WorldError, match="manual optimization with pp=2"):
         run_world(_on_manual_optimization, 2, {"pp": 2})
+
+
+class _Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((3,), float(index))
+
+
+class _Sees(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen += [int(row[0]) for row in batch]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def _samples() -> tuple[int, list[int]]:
+    strategy = HybridParallelStrategy(dp=2, pp=2)
+    module = _Sees()
+    loader = torch.utils.data.DataLoader(_Rows(), batch_size=3, shuffle=True)
+    L.Trainer(devices=4, strategy=strategy, max_epochs=1, **(QUIET | {"precision": "32-true"})).fit(module, loader)
+    return strategy.distributed_sampler_kwargs["rank"], module.seen
+
+
+def test_T18_ranks_of_a_replica_see_the_same_samples_and_replicas_share_the_epoch() -> None:
+    by_replica: dict[int, list[list[int]]] = {0: [], 1: []}
+    for replica, seen in run_world(_samples, 4):
+        by_replica[replica].append(seen)
+    for first, second in by_replica.values():
+        assert first == second
+    assert sorted(by_replica[0][0] + by_replica[1][0]) == list(range(14))

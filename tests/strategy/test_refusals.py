@@ -1,0 +1,107 @@
+"""What cannot run says so when a run starts: before any process is started or joined, with every reason in one message."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch.distributed as dist
+
+from lightning_par import (
+    ContextParallelStrategy,
+    HybridParallelStrategy,
+    LayoutError,
+    ParallelLayout,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+)
+from tests.harness.models import TinyGPT, token_loader
+
+Trainer = partial(L.Trainer, accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
+class Data(L.LightningDataModule):
+    sequence_length = 3
+
+    def train_dataloader(self) -> Any:
+        return token_loader(4, length=3)
+
+    predict_dataloader = train_dataloader
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def started(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen", started)
+    yield
+    assert not dist.is_initialized()
+
+
+def test_every_violation_of_world_model_and_data_in_one_message() -> None:
+    """TinyGPT has 4 heads, 2 key-value heads; the datamodule says 3 tokens."""
+    with pytest.raises(LayoutError) as error:
+        Trainer(devices=4, strategy=HybridParallelStrategy(tp=3, pp=3, cp=4)).fit(TinyGPT(layers=2), Data())
+    assert len(error.value.violations) == 5
+    for words in ("world size 4", "3 stages", "4 attention heads", "2 key-value heads", "sequence of 3"):
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+def test_every_entry_point_checks(entry: str) -> None:
+    trainer = Trainer(devices=4, strategy=HybridParallelStrategy(tp=3))
+    with pytest.raises(LayoutError, match="world size 4"):
+        getattr(trainer, entry)(Steps(layers=2), token_loader(4))
+
+
+class Steps(TinyGPT):
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_T5_the_facts_of_a_hugging_face_model_are_known() -> None:
+    pytest.importorskip("transformers")
+    from lightning_par.recipes.hf import HFCausalLM
+
+    sizes = {"vocab_size": 33, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+    module = HFCausalLM({"model_type": "llama", **sizes, "num_attention_heads": 6, "num_key_value_heads": 3})
+    with pytest.raises(LayoutError, match=r"tp=2 does not divide the model's 3 key-value heads: choose tp among 1, 3"):
+        Trainer(devices=2, strategy=HybridParallelStrategy(tp=2)).fit(module, token_loader(4))
+
+
+def test_predict_under_context_parallelism_is_refused() -> None:
+    with pytest.raises(LayoutError, match="predict with cp=2"):
+        Trainer(devices=2, strategy=HybridParallelStrategy(cp=2)).predict(Steps(layers=2), token_loader(4))
+
+
+def test_unknown_layout_fields_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(TypeError, match=r"unknown layout fields pipeline: choose among dp, tp, pp, cp"):
+        HybridParallelStrategy(pipeline=2)
+
+
+def test_a_layout_object_and_fields_go_together() -> None:
+    assert HybridParallelStrategy(ParallelLayout(tp=2), pp=3).requested == ParallelLayout(tp=2, pp=3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout"),
+    [
+        (ZeROStrategy(2), ParallelLayout(zero=2)),
+        (TensorParallelStrategy(2), ParallelLayout(tp=2)),
+        (PipelineParallelStrategy(2, schedule="gpipe"), ParallelLayout(pp=2, schedule="gpipe")),
+        (ContextParallelStrategy(2), ParallelLayout(cp=2)),
+        ("par", ParallelLayout()),
+        ("par_zero1", ParallelLayout(zero=1)),
+        ("par_tp2_pp2", ParallelLayout(tp=2, pp=2)),
+    ],
+)
+def test_presets_and_registered_names_are_layouts(strategy: Any, layout: ParallelLayout) -> None:
+    trainer = Trainer(devices=4, strategy=strategy)
+    assert trainer.strategy.requested == layout
+    assert trainer.strategy.layout.world == 4
