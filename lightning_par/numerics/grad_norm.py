@@ -41,7 +41,7 @@ def total_norm(shards: Iterable[GradientShard], groups: Sequence[Group], device:
     norms = torch.stack(torch._foreach_norm(counted, norm_type)) if counted else torch.zeros(1, device=device)
     norms = norms.double()
     if math.isinf(norm_type):
-        total = norms.max()
+        total = norms.max().nan_to_num(nan=math.inf, posinf=math.inf)  # gloo's max loses a NaN
         for group in groups:
             group.all_reduce(total, "max")
         return total

@@ -21,18 +21,21 @@ def full_parameters(module: nn.Module, *, modify: bool = False) -> Iterator[None
         modify: keep what was edited inside, which must be the same on all ranks. At stages 0 to 2 edits are always kept.
     """
     buckets = [bucket for bucket in _buckets(module) if bucket.stage.frees_values]
-    opened = [bucket for bucket in buckets if not bucket.is_whole]
-    for bucket in opened:
-        bucket.gather()
+    opened = {bucket for bucket in buckets if not bucket.is_whole}
     for bucket in buckets:
-        bucket.open_values()
+        bucket.pin()
     try:
         yield
         for bucket in buckets if modify else ():
             bucket.keep_edits()
     finally:
-        for bucket in opened:
-            bucket.free()
+        for bucket in buckets:
+            bucket.unpin()
+            if bucket in opened:
+                bucket.free()
+            elif not modify:  # it was whole before, and may have been edited
+                bucket.gather()
+                bucket.open_values()
 
 
 def full_gradient(param: nn.Parameter) -> Tensor | None:
@@ -53,4 +56,4 @@ def full_optimizer_state(param: nn.Parameter) -> dict[str, Tensor]:
 
 
 def _buckets(module: nn.Module) -> list[Bucket]:
-    return list(dict.fromkeys(param.zero for param in module.parameters() if hasattr(param, "zero")))
+    return list(dict.fromkeys(param.zero for param in module.parameters() if getattr(param, "zero", None) is not None))

@@ -77,12 +77,13 @@ class Bucket:
         self.state = State.IDLE
         self.arrived: set[int] = set()  # in the backward pass that is to be reduced
         self.used = [False] * len(plan.slots)  # since the last publication
+        self.shards: list[Shard] = []
         self._grads: Tensor | None = None
         self._views: Sequence[Tensor] = ()
         self._reduced: Tensor | None = None
-        self._carried: Tensor | None = None
         self._work: Work = DONE
         self._gathering: Work = DONE
+        self._pins = 0
         if not stage.frees_gradients and plan.kind.trained:
             self._allocate_gradients()
         if stage.shards_optimizer:
@@ -109,10 +110,11 @@ class Bucket:
         param = self.params[index]
         if self.state in (State.REDUCING, State.REDUCED):
             raise RuntimeError(
-                f"{self.plan.slots[index].info.name} got a second gradient in one backward pass, after its first was sent. Reentrant "
-                "activation checkpointing does this: use torch.utils.checkpoint with use_reentrant=False"
+                f"{self.plan.slots[index].info.name} got a second gradient after its first was sent. In one backward pass reentrant "
+                "activation checkpointing does this: use torch.utils.checkpoint with use_reentrant=False. In a loop of your own call "
+                "finish() after every backward"
             )
-        self._begin()
+        self.begin()
         view = self._views[index]
         if param.grad is not view:
             view.copy_(param.grad)
@@ -122,12 +124,14 @@ class Bucket:
 
     def launch(self) -> None:
         """Start the sum over the data ranks, which makes a mean over replicas. Parameters without a gradient here add zero."""
-        self._begin()
+        self.begin()
         assert self._grads is not None
         for index, param in enumerate(self.params):
             self.used[index] = param.grad is not None
             if param.grad is None:
                 self._views[index].zero_()
+            elif param.grad is not self._views[index]:  # somebody put another in its place
+                self._views[index].copy_(param.grad)
             if self.stage.shards_optimizer:
                 param.grad = None
         shard, scale = self.groups.shard, 1.0 / self.groups.replicas
@@ -155,6 +159,8 @@ class Bucket:
             self.groups.tp.all_reduce(self._reduced)
         if self.stage.frees_gradients:
             self._grads, self._views = None, ()
+        if not self.plan.kind.stages:
+            self._merge(self._reduced)
         self.state = State.REDUCED
 
     def publish(self, used: list[bool]) -> None:
@@ -167,42 +173,58 @@ class Bucket:
         assert self._reduced is not None
         if self.plan.kind.stages:
             used = self._add_stages(self._reduced, used)
+            self._merge(self._reduced)
         if self.stage.shards_optimizer:
             self._publish_shards(self._reduced, dict(zip(self.plan.slots, used, strict=True)))
         else:
             for param, view, is_used in zip(self.params, self._views, used, strict=True):
                 param.grad = view if is_used else None
-        self._reduced = self._carried = None
+        self._reduced = None
         self.arrived.clear()
         self.state = State.IDLE
 
     def _publish_shards(self, reduced: Tensor, used: dict[Slot, bool]) -> None:
-        """A shard that still has a gradient (no zero_grad since the last backward) gets this one on top."""
-        if self._carried is not None:
-            reduced.add_(self._carried)
         for shard in self.shards:
-            if not used[shard.slot] and shard.param.grad is None:
-                continue
-            new = reduced[shard.place.slice()].view(shard.param.shape)
-            if shard.param.grad is None or self._carried is not None:
-                shard.param.grad = new
-            else:
-                shard.param.grad.add_(new)
+            if shard.param.grad is not None or (used[shard.slot] and shard.param.requires_grad):
+                shard.param.grad = reduced[shard.place.slice()].view(shard.param.shape)
 
-    def _begin(self) -> None:
+    def _merge(self, reduced: Tensor) -> None:
+        """A shard that still has a gradient (no zero_grad since the last backward) gets the new one on top, in the new one's memory.
+
+        One that is switched off (a toggled optimizer's) gets nothing new.
+        """
+        for shard in self.shards:
+            old = shard.param.grad
+            if old is None and shard.param.requires_grad:
+                continue
+            new = reduced[shard.place.slice()]
+            if not shard.param.requires_grad:
+                new.zero_()
+            if old is not None:
+                new.add_(old.reshape(-1))
+                shard.param.grad = new.view(shard.param.shape)
+
+    @property
+    def counts_again(self) -> int:
+        """How many ranks would each add what was published, if it took part in one more mean over replicas."""
+        times = self.groups.data.size // self.groups.replicas
+        return times * self.groups.tp.size if self.plan.kind.partial else times
+
+    def begin(self) -> None:
         """Before whole gradients are written for the first time since the last publication."""
         if self.state is not State.IDLE:
             return
         self.state = State.COLLECTING
         if self.stage.frees_gradients:
             self._allocate_gradients()
-        elif self.stage.shards_optimizer and any(shard.param.grad is not None for shard in self.shards):
-            # a second backward before zero_grad: what was reduced lies in the memory that is written now
-            assert self._grads is not None
-            self._carried = torch.zeros_like(self._grads[self.owned.slice()])
+        elif self.stage.shards_optimizer:  # published gradients lie in the memory that is written now
             for shard in self.shards:
                 if shard.param.grad is not None:
-                    self._carried[shard.place.slice()] = shard.param.grad.view(-1)
+                    shard.param.grad = shard.param.grad.clone()
+        elif self.counts_again > 1:
+            for param in self.params:
+                if param.grad is not None:
+                    param.grad.div_(self.counts_again)
 
     def _allocate_gradients(self) -> None:
         self._grads = torch.empty(self.plan.size, dtype=self.plan.kind.dtype, device=self.device)
@@ -264,6 +286,17 @@ class Bucket:
         """All values are here (or on their way)."""
         return self._whole
 
+    def pin(self) -> None:
+        """Stage 3: keep whole values, for whoever asks, until ``unpin``. All sharding ranks call."""
+        if not self._whole:
+            self.gather()
+        self._pins += 1
+        self.open_values()
+
+    def unpin(self) -> None:
+        """They may go; see ``pin``."""
+        self._pins -= 1
+
     def gather(self) -> None:
         """Start fetching what the other ranks' optimizers made of their spans; every touch until then waits. All sharding ranks call."""
         self.wait()
@@ -281,7 +314,9 @@ class Bucket:
         self._gathering = DONE
 
     def free(self) -> None:
-        """Stage 3: give the whole values back."""
+        """Stage 3: give the whole values back, unless they are pinned."""
+        if self._pins:
+            return
         self.wait()
         self.values.untyped_storage().resize_(0)
         self._whole = False
@@ -298,8 +333,8 @@ class Bucket:
         self.span.copy_(self.values[self.owned.slice()])
 
     def close_values(self) -> None:
-        """Whoever asks for values is told that they are away."""
-        for param in self.params:
+        """Whoever asks for values is told that they are away, unless they are pinned."""
+        for param in () if self._pins else self.params:
             guard(param)
 
     # --- for those who ask --------------------------------------------------------------------------------------------------------
@@ -308,11 +343,10 @@ class Bucket:
         """Put together what ``part`` says of every rank's shard of ``param``; None where no rank has it. All sharding ranks call."""
         slot = next(slot for slot in self.plan.slots if slot.info.param is param)
         mine = [(shard, value) for shard in self.shards if shard.slot is slot and (value := part(shard.param)) is not None]
-        there = torch.tensor(float(bool(mine)), device=self.device)
-        self.groups.shard.all_reduce(there, "max")
-        if not there.item():
+        dtypes = [dtype for dtype in self.groups.shard.gather_objects(mine[0][1].dtype if mine else None) if dtype is not None]
+        if not dtypes:
             return None
-        span = torch.zeros(self.owned.size, dtype=mine[0][1].dtype if mine else self.plan.kind.dtype, device=self.device)
+        span = torch.zeros(self.owned.size, dtype=dtypes[0], device=self.device)
         for shard, value in mine:
             span[shard.place.slice()] = value.reshape(-1)
         whole = span.new_empty(self.plan.size)

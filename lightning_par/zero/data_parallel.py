@@ -23,10 +23,10 @@ A parameter has a gradient if it was used on any data rank, else none (as with D
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,12 @@ from lightning_par.comm import DONE, Work
 from lightning_par.layout import ShardSpec, Span
 from lightning_par.numerics import GradientShard
 from lightning_par.zero.bucket import Bucket, ReduceGroups
-from lightning_par.zero.elementwise import is_elementwise
+from lightning_par.zero.elementwise import is_elementwise, needs_whole_model
 from lightning_par.zero.options import STAGES, ZeroOptions
 from lightning_par.zero.plan import ParameterInfo, plan_buckets
-from lightning_par.zero.units import Residency, assign, find_units, install
+from lightning_par.zero.replicas import check_replicas
+from lightning_par.zero.units import REST, Residency, assign, find_units, install
+from lightning_par.zero.zero_grad import ZeroGrad
 
 IN_FLIGHT = 2
 """Reductions that may be under way before whole gradients of the oldest are given back (stages 2 and 3)."""
@@ -78,26 +80,31 @@ class DataParallel:
         self._sync, self._hold, self._next, self._collected = True, False, 0, 0
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
         self._flags: Work = DONE
-        self._handles: list[RemovableHandle] = []
-        self._optimizers: list[Optimizer] = []
+        self._handles: list[RemovableHandle | ZeroGrad] = []
+        self._optimizer_hooks: list[RemovableHandle | ZeroGrad] = []
         self.buckets = self._lay_out(module, optimizers)
         self.reduced = [bucket for bucket in self.buckets if bucket.plan.kind.trained]
         self.residency = self._install_units(module) if self.kept.frees_values else None
         self._shards: dict[nn.Parameter, list[nn.Parameter]] = {}
         for bucket in self.buckets:
             if bucket.plan.kind.trained:
+                again = not bucket.stage.shards_optimizer and bucket.counts_again > 1
                 for index, param in enumerate(bucket.params):
+                    if again:  # before autograd adds to what was published
+                        self._handles.append(param.register_hook(lambda _grad, bucket=bucket: bucket.begin()))
                     self._handles.append(param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, index)))
             if self.kept.shards_optimizer:
                 self._register_shards(bucket)
         self._unsharded = {info.param for info in self.infos} - self._shards.keys()
         bucketed = {param for bucket in self.reduced for param in bucket.params}
+        self._handles += [ZeroGrad(m, partial(self._shards_in, m)) for m in module.modules() if any(True for _ in self._shards_in(m))]
         self._frozen = [info for info in self.infos if info.param not in bucketed and not info.param.requires_grad]
 
     def _lay_out(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Bucket]:
-        needing_whole = [optimizer for optimizer in optimizers if not is_elementwise(optimizer)]
+        needing_whole = [optimizer for optimizer in optimizers if not is_elementwise(optimizer) and not self.kept.frees_values]
         whole = {p for optimizer in needing_whole for group in optimizer.param_groups for p in group["params"]}
         self._units = find_units(module, self.options.units) if self.kept.frees_values else {}
+        self._unit_names = {REST: "the rest"} | {self._units[m]: name for name, m in module.named_modules() if m in self._units}
         self._owner = assign(module, self._units) if self.kept.frees_values else None
         ignored = self._ignored(module)
         members = [info for info in self.infos if info.param not in ignored and self._needs_bucket(info)]
@@ -119,12 +126,14 @@ class DataParallel:
             raise ValueError(f"ZeroOptions(ignored=...) names {', '.join(unknown)}, but the module has no submodule of that name")
         return {param for name in self.options.ignored for param in known[name].parameters()}
 
-    def _install_units(self, module: nn.Module) -> Residency:
+    def _install_units(self, module: nn.Module) -> Residency | None:
         assert self._owner is not None
         by_unit: dict[int, list[Bucket]] = {}
         for bucket in self.buckets:
             if bucket.stage.frees_values:
                 by_unit.setdefault(-bucket.plan.kind.unit, []).append(bucket)
+        if not by_unit:
+            return None
         residency = Residency(by_unit, self.options.prefetch)
         self._handles += install(module, self._units, self._owner, residency)
         return residency
@@ -139,6 +148,9 @@ class DataParallel:
             self._shards[info.param].append(shard.param)
             self._spec[shard.param] = info.spec.flat(shard.span)
             self._info[shard.param] = info
+
+    def _shards_in(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        return (part for param in module.parameters() for part in self._shards.get(param, ()))
 
     # --- during the step ---------------------------------------------------------------------------------------------------------
 
@@ -174,9 +186,27 @@ class DataParallel:
         self.end_pass(backward=True)
 
     def end_pass(self, *, backward: bool = False) -> None:
-        """A pass over the module is over: stage 3 frees what is still whole."""
+        """A pass over the module is over: stage 3 frees what is still whole. All ranks call.
+
+        Raises:
+            RuntimeError: at stage 3, on every rank, if ranks used different layers.
+        """
         if self.residency is not None:
-            self.residency.end_pass(backward=backward)
+            self._require_alike(self.residency.end_pass(backward=backward))
+
+    def _require_alike(self, gathered: list[int]) -> None:
+        """Ranks that gathered different units got each other's values."""
+        check = hash(tuple(gathered)) & 0xFFFFFFFF
+        ends = torch.tensor([check, -check], device=self.buckets[0].device)
+        self.groups.shard.all_reduce(ends, "max")
+        if ends.sum().item():
+            used = self.groups.shard.gather_objects([self._unit_names[unit] for unit in gathered])
+            first = next(index for index, theirs in enumerate(used) if theirs != used[0])
+            raise RuntimeError(
+                f"at zero=3 all ranks must use the same layers in the same order, but rank {self.groups.shard.ranks[0]} fetched "
+                f"{', '.join(used[0])} and rank {self.groups.shard.ranks[first]} fetched {', '.join(used[first])}. Keep those that "
+                "differ whole with ZeroOptions(ignored=...), name the classes of the others in ZeroOptions(units=...), or use zero=2"
+            )
 
     def clear(self) -> None:
         """Forget this rank's gradients."""
@@ -200,7 +230,7 @@ class DataParallel:
         """From stage 1 on: put this rank's shards in place of the optimizer's parameters, in its own param groups.
 
         Raises:
-            ValueError: the optimizer holds foreign tensors, has state already, or needs whole parameters and was not announced.
+            ValueError: the optimizer holds foreign tensors, or needs more than the stage leaves on a rank, or was not announced.
         """
         unknown = [tuple(param.shape) for group in optimizer.param_groups for param in group["params"] if param not in self._info]
         if unknown:
@@ -209,22 +239,47 @@ class DataParallel:
                 "the optimizer in configure_optimizers, from self.parameters()"
             )
         self._require_whole(optimizer)
-        optimizer.add_param_group = partial(_refuse_group, optimizer)
-        self._optimizers.append(optimizer)
+        groups = len(optimizer.param_groups)
+        self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda optimizer, *_: _refuse_groups(optimizer, groups)))
         if not self.kept.shards_optimizer:
             return
-        if optimizer.state:
-            raise ValueError(f"{type(optimizer).__name__} has state already: return a new optimizer from configure_optimizers")
         held = {param for group in optimizer.param_groups for param in group["params"]}
         for group in optimizer.param_groups:
             group["params"][:] = [part for param in group["params"] for part in self._shards.get(param, [param])]
+        self._cut_state(optimizer)
+        self._optimizer_hooks.append(ZeroGrad(optimizer, lambda: (param for param in held if param in self._shards)))
         for bucket in self.buckets:
             if bucket.stage.shards_optimizer:
                 bucket.optimizer_of |= {shard.param: optimizer for shard in bucket.shards if shard.slot.info.param in held}
         updated = [bucket for bucket in reversed(self._gathered) if any(param in held for param in bucket.params)]
-        optimizer.register_step_post_hook(lambda *_: [bucket.gather() for bucket in updated] and None)
+        self._optimizer_hooks.append(optimizer.register_step_post_hook(lambda *_: self._stepped(updated)))
+
+    def _stepped(self, updated: list[Bucket]) -> None:
+        """An optimizer changed its spans: whole values are fetched anew, now (stages 1 and 2) or when they are used."""
+        for bucket in updated:
+            bucket.gather()
+        if self.residency is not None:
+            self.residency.drop()
+
+    def _cut_state(self, optimizer: Optimizer) -> None:
+        """What the optimizer's state holds of whole parameters already (Adagrad starts with some) becomes that of its shards."""
+        for param in [param for param in optimizer.state if param in self._shards]:
+            state = optimizer.state.pop(param)
+            for part in self._shards[param]:
+                span = self._spec[part].span.slice()
+                optimizer.state[part] = {
+                    key: value.reshape(-1)[span].clone().view(part.shape)
+                    if isinstance(value, Tensor) and value.shape == param.shape
+                    else copy.deepcopy(value)
+                    for key, value in state.items()
+                }
 
     def _require_whole(self, optimizer: Optimizer) -> None:
+        if needs_whole_model(optimizer) and self.kept.shards_optimizer:
+            raise ValueError(
+                f"{type(optimizer).__name__} computes with all parameters at once, but with zero={self.stage} the optimizer of a rank has "
+                "only a part of them: use zero=0"
+            )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         cut = any(
             not bucket.plan.kind.whole for bucket in self.buckets if bucket.stage.shards_optimizer and set(params) & set(bucket.params)
@@ -269,6 +324,23 @@ class DataParallel:
             return self._info[param].counted and self.groups.data.index == 0
         return self._counts(param) and self.groups.replicate.index == 0
 
+    def check_replicas(self) -> None:
+        """Make sure that ranks which should hold the same weights do, to the bit. All ranks call, outside a step.
+
+        Raises:
+            RuntimeError: on every rank, naming the parameters and ranks that differ.
+        """
+        whole: list[tuple[str, Tensor]] = []
+        shards: list[tuple[str, Tensor]] = []
+        over_tp: list[tuple[str, Tensor]] = []
+        for info in self.infos:
+            part = self.sharded_value(info.param)
+            value = (info.name, info.param if part is None else part[1])
+            (whole if part is None else shards).append(value)
+            if info.spec.is_whole:
+                over_tp.append(value)
+        check_replicas(self.groups, whole, shards, over_tp)
+
     @property
     def disjoint(self) -> bool:
         """Sharding ranks hold different parts of the gradients, so that a sum over the model needs all of them."""
@@ -277,9 +349,9 @@ class DataParallel:
     def release(self) -> None:
         """Let optimizers go; others may be attached. At stages 1 and 2 values are whole afterwards."""
         self.settle_values()
-        for optimizer in self._optimizers:
-            optimizer.__dict__.pop("add_param_group", None)
-        self._optimizers.clear()
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        self._optimizer_hooks.clear()
         self.clear()
 
     def close(self) -> None:
@@ -346,8 +418,10 @@ class DataParallel:
             )
 
 
-def _refuse_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    raise RuntimeError(
-        f"a param group was added to {type(optimizer).__name__} during training; gradients are laid out when training starts: give "
-        "configure_optimizers all groups from the start (with lr=0, or frozen until a second fit)"
-    )
+def _refuse_groups(optimizer: Optimizer, groups: int) -> None:
+    if len(optimizer.param_groups) != groups:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} had {groups} param groups when training started and has {len(optimizer.param_groups)} now, but "
+            "gradients are laid out when training starts: give configure_optimizers all groups from the start (with lr=0, or frozen until "
+            "a second fit)"
+        )

@@ -32,9 +32,18 @@ class ModelGradients:
         """The norm of all gradients of ``optimizer``'s parameters over the whole model, before any clipping; a 0-dim tensor."""
         return total_norm(self.data_parallel.gradients(optimizer), self.groups, self.device, norm_type)
 
-    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Scale gradients down to a global 2-norm of at most ``max_norm``; the norm they had."""
-        norm = self.norm(optimizer)
+    def clip_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale gradients down to a global norm of at most ``max_norm``; the norm they had.
+
+        Raises:
+            RuntimeError: the norm is infinite or NaN, on every rank, if ``error_if_nonfinite``; gradients are left as they are.
+        """
+        norm = self.norm(optimizer, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the {norm_type}-norm of the gradient is {norm.item()}, so it cannot be clipped; find the cause with "
+                "torch.autograd.set_detect_anomaly(True), or clip with error_if_nonfinite=False"
+            )
         clip_by_norm(self.data_parallel.gradients(optimizer), norm, max_norm)
         return norm
 

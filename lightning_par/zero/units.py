@@ -86,6 +86,7 @@ class Residency:
         self._whole: list[int] = []  # by last use, the oldest first
         self._inside: dict[int, int] = dict.fromkeys(buckets, 0)  # forwards under way
         self._pass: list[int] = []
+        self._gathered: list[int] = []
         self._last_pass: dict[bool, list[int]] = {}  # by whether it had a backward pass
         self._place = 0
 
@@ -118,21 +119,29 @@ class Residency:
         if unit in self._whole and not self._inside[unit]:
             self._free(unit)
 
-    def end_pass(self, *, backward: bool) -> None:
-        """A step is over: free everything, and remember the order for the next."""
+    def drop(self) -> None:
+        """Free everything: values are about to change, or the step is over."""
         for unit in list(self._whole):
             self._free(unit)
+
+    def end_pass(self, *, backward: bool) -> list[int]:
+        """A step is over: free everything, and remember the order for the next. The units that were gathered since the last, in order."""
+        self.drop()
         self._inside = dict.fromkeys(self.buckets, 0)
         self._last_pass[backward] = self._pass
+        gathered, self._gathered = self._gathered, []
         self._pass, self._place = [], 0
+        return gathered
 
     def _fetch(self, unit: int) -> None:
         if unit in self._whole:
             self._whole.remove(unit)
         else:
             self._make_room()
-            for bucket in self.buckets[unit]:
-                bucket.gather()
+        away = [bucket for bucket in self.buckets[unit] if not bucket.is_whole]
+        for bucket in away:
+            bucket.gather()
+        self._gathered += [unit] if away else []
         self._whole.append(unit)
 
     def _make_room(self) -> None:
@@ -179,11 +188,15 @@ def install(module: nn.Module, units: dict[nn.Module, int], owner: dict[nn.Param
 
 
 def _hook(host: nn.Module, numbers: list[int], residency: Residency) -> list[RemovableHandle]:
-    def before(*_: Any) -> None:
+    def before(module: nn.Module, _args: Any) -> None:
+        if module is not host:  # a copy of it, with values of its own
+            return
         for number in numbers:
             residency.enter(number)
 
-    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+    def after(module: nn.Module, _args: Any, output: Any) -> None:
+        if module is not host:
+            return
         for number in numbers:
             residency.leave(number)
         if type(host) is not nn.Embedding:  # its backward needs no values
