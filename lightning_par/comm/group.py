@@ -102,9 +102,13 @@ class Group:
     def _is_gloo(self) -> bool:
         return self.size > 1 and dist.get_backend(self.handle) == "gloo"
 
+    def _is_silent(self, tensor: Tensor) -> bool:
+        """There is nobody to talk to, or nothing to say (a meta tensor has a shape only)."""
+        return self.size == 1 or tensor.is_meta or not tensor.numel()
+
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, scale: float = 1.0, async_op: bool = False) -> Work:
         """Combine ``tensor`` over the group, in place, on every rank, and multiply it by ``scale``."""
-        if self.size == 1 or not tensor.numel():
+        if self._is_silent(tensor):
             _scale(tensor, scale)
             return DONE
         self.trace.add("all_reduce", self.name, 2 * tensor.numel() * (self.size - 1) // self.size, tensor)
@@ -121,7 +125,7 @@ class Group:
 
         ``out`` may be this rank's slice of ``whole``; the other slices of ``whole`` are left as they are.
         """
-        if self.size == 1 or not out.numel():
+        if self._is_silent(out):
             if out.data_ptr() != whole.data_ptr():
                 out.copy_(whole)
             _scale(out, scale)
@@ -138,7 +142,7 @@ class Group:
 
         ``mine`` may be this rank's slice of ``whole``.
         """
-        if self.size == 1 or not mine.numel():
+        if self._is_silent(mine):
             if mine.data_ptr() != whole.data_ptr():
                 whole.copy_(mine)
             return DONE
@@ -151,7 +155,7 @@ class Group:
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, async_op: bool = False) -> Work:
         """Overwrite ``tensor`` with that of the rank at index ``source``."""
-        if self.size == 1:
+        if self._is_silent(tensor):
             return DONE
         self.trace.add("broadcast", self.name, tensor.numel() * (self.size - 1) if self.index == source else 0, tensor)
         return _started(_Works([dist.broadcast(tensor, self.ranks[source], group=self.handle, async_op=True)]), async_op)

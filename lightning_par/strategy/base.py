@@ -27,6 +27,7 @@ from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
 from lightning_par.strategy.facts import model_facts
+from lightning_par.strategy.sampling import ReplicaSampler
 from lightning_par.strategy.steps import Step, StepRunner
 from lightning_par.strategy.weight_averaging import averages, open_weights
 from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions, synchronize_batch_norms
@@ -75,8 +76,18 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning gives dataloaders a distributed sampler."""
-        return True
+        """Whether Lightning puts in a sampler of its own: for prediction, which repeats no sample. See ``process_dataloader``."""
+        return seams.predicts(self._lightning_module)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Divide the samples over the replicas. See Note [The order of samples] in ``sampling``."""
+        trainer = self.lightning_module.trainer
+        if self.is_distributed or not seams.wants_sampler(trainer, dataloader):
+            return dataloader
+        place = self.distributed_sampler_kwargs
+        sampler = ReplicaSampler(dataloader.sampler, place["num_replicas"], place["rank"], self.mesh.world, self.root_device)
+        return seams.with_sampler(dataloader, sampler)
 
     @property
     @override
@@ -137,7 +148,6 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        seams.reset_seed()
         self.set_world_ranks()
         seams.join_world(self.cluster_environment, self.root_device, self.timeout)
         if self._mesh is None:

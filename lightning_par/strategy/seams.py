@@ -11,10 +11,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from typing_extensions import override
 
 __all__ = [
@@ -23,8 +25,10 @@ __all__ = [
     "fail_on_sigterm",
     "join_world",
     "note_sigterm",
-    "reset_seed",
+    "predicts",
     "set_logged_rank",
+    "wants_sampler",
+    "with_sampler",
     "zeroes_gradients",
 ]
 
@@ -46,6 +50,27 @@ class CheckedLauncher(_SubprocessScriptLauncher):
     def end_others(self) -> None:
         """Stop the ranks that this process started; they would wait for it in a collective."""
         self.kill(signal.SIGTERM)
+
+
+def predicts(module: pl.LightningModule | None) -> bool:
+    """Whether the trainer of ``module`` is predicting."""
+    trainer = getattr(module, "_trainer", None)
+    return trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
+
+
+def wants_sampler(trainer: pl.Trainer, dataloader: object) -> bool:
+    """The dataloader's samples are to be divided over replicas: it is none that divides itself, and the user did not say no."""
+    return (
+        isinstance(dataloader, DataLoader)
+        and trainer._accelerator_connector.use_distributed_sampler
+        and not isinstance(dataloader.sampler, DistributedSampler)
+        and not has_iterable_dataset(dataloader)
+    )
+
+
+def with_sampler(dataloader: DataLoader, sampler: Sampler) -> DataLoader:
+    """The same dataloader, custom batch samplers included, over another sampler."""
+    return _update_dataloader(dataloader, sampler)
 
 
 def join_world(cluster: ClusterEnvironment, device: torch.device, timeout: timedelta) -> None:

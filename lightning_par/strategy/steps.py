@@ -141,11 +141,12 @@ class StepRunner:
         """This rank's pieces, and their shares of the whole batch's weight."""
         if count == 1 and self.mesh.cp.size == 1:
             return [Piece(batch, torch.ones((), dtype=torch.float64, device=self.device))]
-        parts, total = microbatches(batch, count), _weight(batch, tokens=self.mesh.cp.size > 1)
+        parts = microbatches(batch, count)
         if self.mesh.cp.size > 1:
             cut = [shard_batch(part, self.mesh.cp) for part in parts]
             parts = [part for part, _ in cut]
             self._ring = ring_attention(self.mesh.cp, cut[0][1], padded=any(part.padded for part in parts))
+        total = _weight(batch, tokens=self.mesh.cp.size > 1)
         return [Piece(part, (_weight(part) / total).to(self.device)) for part in parts]
 
     def _verify(self, batch: Any) -> None:
