@@ -2,6 +2,7 @@
 
 from lightning_par.comm.group import DONE, Group, Work
 from lightning_par.comm.lanes import Lanes
+from lightning_par.comm.meeting import Meeting
 from lightning_par.comm.mesh import Mesh
 from lightning_par.comm.p2p import Message, exchange
 from lightning_par.comm.pairs import copy_to, gather_from, reduce_from, scatter_to
@@ -11,6 +12,7 @@ __all__ = [
     "DONE",
     "Group",
     "Lanes",
+    "Meeting",
     "Mesh",
     "Message",
     "Sent",

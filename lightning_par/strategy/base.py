@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.checkpoint import CheckpointError, Shard, collect, is_native, plain, read_index, read_meta, read_tensors, save
-from lightning_par.comm import Mesh
+from lightning_par.comm import Meeting, Mesh
 from lightning_par.layout import LayoutError, ParallelLayout, RankGrid
 from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import seams, state
@@ -33,6 +34,10 @@ from lightning_par.strategy.weight_averaging import averages, open_weights
 from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions, synchronize_batch_norms
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+PATIENCE = timedelta(minutes=2)
+"""How long a rank that saves a checkpoint waits for the others to do so."""
+PATIENCE_AFTER_EXCEPTION = timedelta(seconds=3)
+"""The same for a rank that was thrown out of its run: the others may be in the middle of a step."""
 
 
 class HybridParallelStrategy(ParallelStrategy):
@@ -67,6 +72,8 @@ class HybridParallelStrategy(ParallelStrategy):
         self.timeout = timeout
         self.num_nodes = 1
         self._mesh: Mesh | None = None
+        self._meeting: Meeting | None = None
+        self._is_alone = False  # the other ranks do not come any more
         self._assembled: Assembled | None = None
         self._runner: StepRunner | None = None
         self._data_parallel: DataParallel | None = None
@@ -152,6 +159,7 @@ class HybridParallelStrategy(ParallelStrategy):
         seams.join_world(self.cluster_environment, self.root_device, self.timeout)
         if self._mesh is None:
             self._mesh = Mesh.build(self.layout, self.root_device.type)
+            self._meeting = Meeting(self._mesh.world)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -336,18 +344,35 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._is_alone:
+            return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         self.mesh.world.all_reduce(votes, "min" if all else "max")
         return bool(votes)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._mesh is not None:
+        if self._mesh is not None and not self._is_alone:
             self._mesh.world.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._mesh.world.broadcast_object(obj, src) if self._mesh is not None else obj
+        return obj if self._mesh is None or self._is_alone else self._mesh.world.broadcast_object(obj, src)
+
+    def _all_come_to_save(self, filepath: str | os.PathLike[str]) -> bool:
+        """Whether a save can begin. A rank that was thrown out of its run alone goes on without, for its exception to be seen."""
+        assert self._meeting is not None
+        interrupted = self.lightning_module is not None and self.lightning_module.trainer.interrupted
+        missing = [] if self._is_alone else self._meeting.missing(PATIENCE_AFTER_EXCEPTION if interrupted else PATIENCE)
+        self._is_alone |= bool(missing)
+        if missing and not interrupted:
+            raise CheckpointError(
+                f"{filepath} is not saved: ranks {missing} have not come within {PATIENCE}. Each rank writes its own part, so "
+                "trainer.save_checkpoint must be called on all ranks"
+            )
+        if self._is_alone:
+            warnings.warn(f"{filepath} is not saved: an exception has ended the run on this rank, and not on all", stacklevel=3)
+        return not self._is_alone
 
     # --- state -------------------------------------------------------------------------------------------------------------------
 
@@ -366,7 +391,7 @@ class HybridParallelStrategy(ParallelStrategy):
         index = self.optimizers.index(optimizer)
         return {
             "shards": state.optimizer_shards(optimizer, index, self.data_parallel, self.mesh),
-            "meta": state.optimizer_meta(optimizer, self.data_parallel, self.mesh),
+            "meta": state.optimizer_meta(optimizer, self.data_parallel),
         }
 
     @override
@@ -374,13 +399,17 @@ class HybridParallelStrategy(ParallelStrategy):
         """Write a sharded folder; all ranks call. See Note [A complete folder] in ``checkpoint.native``."""
         if storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO plugin; this strategy writes its own sharded folders")
+        if not self._all_come_to_save(filepath):
+            return
         tensors = {f"{state.MODEL}.{name}": shard for name, shard in checkpoint.pop("state_dict").items()}
         optimizers = checkpoint.pop("optimizer_states", [])
         for optimizer in optimizers:
             tensors |= optimizer["shards"]
         tensors |= state.rng_shards(self.global_rank)
+        metas = self.mesh.world.gather_objects([optimizer["meta"] for optimizer in optimizers])
+        merged = [state.merge_optimizer_meta(ranks) for ranks in zip(*metas, strict=True)]
         dropped: list[str] = []
-        meta = plain(checkpoint | {"optimizer_states": [optimizer["meta"] for optimizer in optimizers]}, dropped)
+        meta = plain(checkpoint | {"optimizer_states": merged}, dropped)
         if dropped:
             rank_zero_warn(f"not saved in {filepath}, since they are no plain data: {', '.join(dropped)}")
         meta["layout"] = vars(self.layout) | {"world": self.world_size}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,9 +61,9 @@ def optimizer_shards(optimizer: Optimizer, index: int, data_parallel: DataParall
     return shards
 
 
-def optimizer_meta(optimizer: Optimizer, data_parallel: DataParallel, mesh: Mesh) -> dict[str, Any]:
-    """The param groups with names in place of parameters, and state that is no tensor; merged over all ranks."""
-    mine = {
+def optimizer_meta(optimizer: Optimizer, data_parallel: DataParallel) -> dict[str, Any]:
+    """The param groups, with names in place of this rank's parameters, and state that is no tensor."""
+    return {
         "groups": [
             {"params": [data_parallel.held(param)[0] for param in group["params"]]} | {k: v for k, v in group.items() if k != "params"}
             for group in optimizer.param_groups
@@ -73,7 +73,10 @@ def optimizer_meta(optimizer: Optimizer, data_parallel: DataParallel, mesh: Mesh
             for param, state in optimizer.state.items()
         },
     }
-    everyone = mesh.world.gather_objects(mine)
+
+
+def merge_optimizer_meta(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """That of the whole model, from every rank's ``optimizer_meta``."""
     groups = max((rank["groups"] for rank in everyone), key=len)
     merged = []
     for place, group in enumerate(groups):

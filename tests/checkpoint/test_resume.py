@@ -15,7 +15,9 @@ from tests.checkpoint.fits import LAYOUTS, QUIET, STEPS, Net, State, assert_equa
 from tests.harness import run_world
 from tests.harness.models import token_loader
 
-by_layout = pytest.mark.parametrize("name", LAYOUTS)
+by_layout = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("dp2", "tp2 pp2") else ()) for name in LAYOUTS]
+)
 
 
 def _assert_same_end(resumed: list[State], straight: list[State]) -> None:
@@ -62,7 +64,14 @@ def test_K1_another_layout_goes_on_from_the_same_weights_and_moments(tmp_path: P
         assert_equal(loaded.moments, saved.moments)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 1}], ids=["tp2", "pp2", "one rank"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"tp": 2}, id="tp2"),
+        pytest.param({"pp": 2}, id="pp2", marks=pytest.mark.slow),
+        pytest.param({"dp": 1}, id="one rank", marks=pytest.mark.slow),
+    ],
+)
 def test_K1_steps_under_another_layout_are_those_of_the_first(layout: dict[str, int], tmp_path: Path) -> None:
     options: dict[str, Any] = {"dropout": 0.0, "precision": "64-true"}
     straight = fit_world({"dp": 2, "zero": 1}, 2 * STEPS, **options)[0]
