@@ -10,6 +10,7 @@ from lightning_par.strategy import (
     ZeROStrategy,
     register,
 )
+from lightning_par.zero import ZeroOptions, full_gradient, full_optimizer_state, full_parameters
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,10 @@ __all__ = [
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "ZeROStrategy",
+    "ZeroOptions",
+    "full_gradient",
+    "full_optimizer_state",
+    "full_parameters",
 ]
 
 register()

@@ -9,21 +9,17 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_par.layout import LayoutError, ModelFacts, ParallelLayout
-
-_NAMES = {  # of a fact, in the recipes' words and in those of Hugging Face configs
-    "layers": ("layers", "num_hidden_layers", "n_layer"),
-    "heads": ("heads", "num_attention_heads", "n_head"),
-    "kv_heads": ("kv_heads", "num_key_value_heads"),
-    "vocab": ("vocab_size",),
-}
+from lightning_par.strategy import config_facts
+from lightning_par.zero import ZeroOptions
 
 
 def check_layout(config: DictConfig) -> ParallelLayout:
     """The layout with `dp` as a number, or a LayoutError with everything that is wrong with it."""
-    layout = ParallelLayout(**config.parallel)
+    layout = ParallelLayout(**{field: value for field, value in config.parallel.items() if field != "zero_options"})
     world = local_world_size(config.trainer) * config.trainer.num_nodes
-    facts = ModelFacts(**_model_facts(config.model), sequence=config.data.get("sequence_length"))
-    if violations := [*layout.violations(world, facts), *_batch_violations(layout, world, config.data.get("batch_size"))]:
+    facts = _model_facts(config.model) | ModelFacts(sequence=config.data.get("sequence_length"))
+    violations = layout.violations(world, facts) + _batch_violations(layout, world, config.data.get("batch_size"))
+    if violations := violations + _option_violations(config.parallel.get("zero_options")):
         raise LayoutError(violations)
     return layout.resolve(world)
 
@@ -39,17 +35,22 @@ def _batch_violations(layout: ParallelLayout, world: int, batch: int | None) -> 
     return [found for found in layout.violations(world, facts) if found not in layout.violations(world)]
 
 
-def _model_facts(model: DictConfig) -> dict[str, int]:
-    """What the model's node says of the sizes that a layout cuts; a size it does not name is left out."""
+def _option_violations(options: DictConfig | None) -> list[str]:
+    try:
+        ZeroOptions(**(options or {}))
+    except (TypeError, ValueError) as error:
+        return [f"parallel.zero_options: {error}"]
+    return []
+
+
+def _model_facts(model: DictConfig) -> ModelFacts:
+    """What the model's node says of the sizes that a layout cuts."""
     sizes = model.get("config", model.get("model"))
     if isinstance(sizes, str):
         from lightning_par.recipes.hf import hf_config
 
-        sizes = hf_config(sizes).to_dict()
-    if not isinstance(sizes, Mapping | DictConfig):
-        return {}
-    found = {fact: next((sizes[name] for name in names if sizes.get(name) is not None), None) for fact, names in _NAMES.items()}
-    return {fact: value for fact, value in found.items() if value is not None}
+        return config_facts(hf_config(sizes))
+    return config_facts(OmegaConf.to_container(sizes, resolve=True) if isinstance(sizes, DictConfig) else None)
 
 
 def local_world_size(trainer: DictConfig) -> int:

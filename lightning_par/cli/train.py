@@ -54,7 +54,7 @@ def build_trainer(config: DictConfig, callbacks: list[Callback], loggers: list[L
     if strategy is None:
         from lightning_par import HybridParallelStrategy
 
-        strategy = HybridParallelStrategy(**config.parallel)
+        strategy = HybridParallelStrategy(**OmegaConf.to_container(config.parallel, resolve=True))
     make = instantiate(config.trainer, _partial_=True, _convert_="all")
     return make(strategy=strategy, callbacks=callbacks, logger=loggers)
 

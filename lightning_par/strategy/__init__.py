@@ -1,7 +1,7 @@
 """Level 6. The Strategy: where the axes meet the Trainer."""
 
 from lightning_par.strategy.base import HybridParallelStrategy
-from lightning_par.strategy.facts import model_facts
+from lightning_par.strategy.facts import config_facts, model_facts
 from lightning_par.strategy.presets import (
     ContextParallelStrategy,
     PipelineParallelStrategy,
@@ -16,6 +16,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "ZeROStrategy",
+    "config_facts",
     "model_facts",
     "register",
 ]

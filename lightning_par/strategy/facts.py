@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -17,21 +18,23 @@ CONFIG_KEYS = {
 """For each fact, the names under which a config (Hugging Face's words first) may hold it."""
 
 
+def config_facts(config: Any) -> ModelFacts:
+    """What a config object or mapping tells; nothing, if it is None."""
+    values = {fact: next((v for v in (_get(config, key) for key in keys) if _is_count(v)), None) for fact, keys in CONFIG_KEYS.items()}
+    return ModelFacts(**values)
+
+
 def model_facts(module: nn.Module, data: object = None) -> ModelFacts:
-    """The facts in the ``config`` of ``module`` or of the first submodule that has one, and the sequence length of a datamodule."""
-    found: dict[str, int] = {}
+    """The facts in the ``config`` of ``module`` and its submodules, the outermost first, and the sequence length of a datamodule."""
+    facts = ModelFacts()
     for submodule in module.modules():
-        config = getattr(submodule, "config", None)
-        for fact, keys in CONFIG_KEYS.items():
-            value = next((v for v in (_get(config, key) for key in keys) if _is_count(v)), None)
-            if value is not None:
-                found.setdefault(fact, value)
+        facts = facts | config_facts(getattr(submodule, "config", None))
     sequence = getattr(data, "sequence_length", None)
-    return ModelFacts(**found, sequence=sequence if _is_count(sequence) else None)
+    return facts | ModelFacts(sequence=sequence if _is_count(sequence) else None)
 
 
 def _get(config: Any, key: str) -> Any:
-    return config.get(key) if isinstance(config, dict) else getattr(config, key, None)
+    return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
 
 def _is_count(value: Any) -> bool:
