@@ -5,9 +5,9 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from lightning_par import HybridParallelStrategy, ParallelLayout, ZeroOptions
 from lightning_par.cli.check import check_layout
 from lightning_par.cli.launch import CONF
-from lightning_par.layout import ParallelLayout
 
 CHOICES = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml") if file.parent.name != "paths")
 
@@ -23,7 +23,9 @@ def test_every_choice_composes_and_resolves(choice):
 
 
 def test_every_field_of_the_layout_can_be_overridden_without_a_plus():
-    assert set(composed().parallel) == set(ParallelLayout.__dataclass_fields__)
+    parallel = composed().parallel
+    assert set(parallel) == {*ParallelLayout.__dataclass_fields__, "zero_options"}
+    assert ZeroOptions(**parallel.zero_options) == ZeroOptions()
 
 
 def test_the_demo_is_a_valid_layout_of_four_ranks():
@@ -51,4 +53,4 @@ def test_the_tree_is_on_the_search_path_of_other_hydra_apps(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("defaults:\n  - parallel: zero1\n  - _self_\n")
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         config = compose("mine", overrides=["parallel.tp=2"])
-    assert ParallelLayout(**config.parallel) == ParallelLayout(zero=1, tp=2)
+    assert HybridParallelStrategy(**config.parallel).requested == ParallelLayout(zero=1, tp=2)
