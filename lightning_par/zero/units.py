@@ -98,9 +98,11 @@ class Residency:
         self._fetch(unit)
         for bucket in self.buckets[unit]:
             bucket.open_values()
+        self._inside[unit] += 1  # whatever makes room now, this one stays
         for upcoming in self._upcoming():
             if upcoming not in self._whole:
                 self._fetch(upcoming)
+        self._inside[unit] -= 1
 
     def enter(self, unit: int) -> None:
         """A forward that needs the unit begins."""
@@ -202,7 +204,8 @@ def _hook(host: nn.Module, numbers: list[int], residency: Residency) -> list[Rem
         if type(host) is not nn.Embedding:  # its backward needs no values
             _before_backward(output, lambda: [residency.use(number) for number in numbers])
 
-    return [host.register_forward_pre_hook(before), host.register_forward_hook(after, always_call=False)]
+    # called after an exception too: non-reentrant checkpointing ends a recomputation with one
+    return [host.register_forward_pre_hook(before), host.register_forward_hook(after, always_call=True)]
 
 
 def _before_backward(output: Any, action: Callable[[], object]) -> None:

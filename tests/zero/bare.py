@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_par.comm import Mesh
 from lightning_par.layout import ParallelLayout, ShardSpec
 from lightning_par.zero import DataParallel, ModelGradients, ParameterInfo, ReduceGroups, ZeroOptions, full_gradient, full_parameters
-from tests.harness import run_world
+from tests.harness import WorldError, run_world
 from tests.zero.models import awkward
 
 ROWS, LENGTH, VOCAB = 12, 4, 11
@@ -210,13 +210,19 @@ def _train_all(cases: dict[str, Case]) -> dict[str, Result]:
 
 
 @cache
-def _outcomes(names: tuple[str, ...], cases: tuple[Case, ...], world: int) -> list[dict[str, Result]]:
-    return run_world(_train_all, world, dict(zip(names, cases, strict=True)), timeout=180)
+def _outcomes(names: tuple[str, ...], cases: tuple[Case, ...], world: int) -> list[dict[str, Result]] | WorldError:
+    try:
+        return run_world(_train_all, world, dict(zip(names, cases, strict=True)), timeout=180)
+    except WorldError as error:
+        return error
 
 
 def outcomes(cases: dict[str, Case], world: int) -> list[dict[str, Result]]:
     """Every rank's results of all ``cases``, from one world; computed once."""
-    return _outcomes(tuple(cases), tuple(cases.values()), world)
+    results = _outcomes(tuple(cases), tuple(cases.values()), world)
+    if isinstance(results, WorldError):
+        raise results
+    return results
 
 
 def assert_parity(case: Case, results: list[Result], tolerance: float = 1e-10) -> None:

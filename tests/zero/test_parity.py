@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.zero import ZeroOptions
-from tests.zero.bare import Case, Place, adamw, assert_parity, next_token, outcomes, sgd
+from tests.harness import run_world
+from tests.zero.bare import Case, Place, adamw, assert_parity, data_parallel, next_token, outcomes, rows, sgd
 from tests.zero.models import Awkward, all_frozen_but_one, heads, listed_heads
 
 STAGES = (0, 1, 2, 3)
@@ -65,6 +66,7 @@ CASES = {
     "D3 one bucket for everything": Case(options=BIG),
     "checkpointed inside layers": Case(checkpointed, optimizers=sgd, accumulate=2, options=MIDDLE),
     "checkpointed layers": Case(wrapped, options=SMALL),
+    "checkpointed with use_reentrant=True, each layer once": Case(reentrant, accumulate=2, options=SMALL),
     "Z15 all frozen but one": Case(all_frozen_but_one),
     "a layer that is never called": Case(skipping, options=MIDDLE),
     "Z8 used on one rank in one step": Case(loss=spare_on_one_rank, options=SMALL),
@@ -78,7 +80,13 @@ CASES = {
     "Z9 heads alternate, each a unit": Case(listed_heads, loss=alternating),
 }
 
-EVERYWHERE = {f"stage{stage} {name}": case.at(stage) for stage in STAGES for name, case in CASES.items()}
+UNITS = {
+    "stage3 nothing fetched ahead": Case(stage=3, options=ZeroOptions(prefetch=0)),
+    "stage3 three units fetched ahead": Case(checkpointed, stage=3, options=ZeroOptions(prefetch=3)),
+    "stage3 small units": Case(wrapped, stage=3, options=ZeroOptions(units=("Linear", "LayerNorm"))),
+    "stage3 layers that stay whole": Case(stage=3, accumulate=2, options=ZeroOptions(ignored=("layers.0", "norm", "frozen"))),
+}
+EVERYWHERE = UNITS | {f"stage{stage} {name}": case.at(stage) for stage in STAGES for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,6 +95,35 @@ EVERYWHERE = {f"stage{stage} {name}": case.at(stage) for stage in STAGES for nam
 def test_a_plain_loop_equals_one_process(world: int, stage: int, name: str) -> None:
     key = f"stage{stage} {name}"
     assert_parity(EVERYWHERE[key], [rank[key] for rank in outcomes(EVERYWHERE, world)])
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_how_units_come_and_go_changes_nothing(name: str) -> None:
+    assert_parity(EVERYWHERE[name], [rank[name] for rank in outcomes(EVERYWHERE, 2)])
+
+
+def _twice() -> list[str]:
+    torch.set_default_dtype(torch.float64)
+    told = []
+    for stage in STAGES:
+        module = reentrant(order=(0, 2, 0, 1))
+        del module.spare, module.empty_last  # whose buckets would hold up the others until the end of backward
+        for layer in module.layers:
+            del layer.empty
+        mesh, _ = data_parallel(module, sgd(module), stage, options=SMALL)
+        loss = next_token(module, rows(0, 0), Place(0, 0, mesh.rank))
+        with pytest.raises(RuntimeError) as caught:
+            loss.backward()
+        told.append(str(caught.value))
+    return told
+
+
+def test_Z11_reentrant_checkpointing_of_a_layer_that_is_used_twice_is_refused_by_name() -> None:
+    """Its inner backwards each hand out a gradient, the first of which is under way already."""
+    for told in run_world(_twice, 2):
+        for text in told:
+            assert "layers.0." in text
+            assert "use_reentrant=False" in text
 
 
 REPLICATED = {
