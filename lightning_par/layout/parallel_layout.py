@@ -110,8 +110,8 @@ class ParallelLayout:
             found.append(f"schedule={self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
         if _positive(self.chunks) and self.chunks > 1 and (self.schedule != "interleaved_1f1b" or self.pp == 1):
             found.append(
-                f"chunks={self.chunks} with schedule={self.schedule} and pp={self.pp}: several stages a rank need schedule=interleaved_1f1b "
-                "and pp of at least 2"
+                f"chunks={self.chunks} with schedule={self.schedule} and pp={self.pp}: several stages a rank need "
+                "schedule=interleaved_1f1b and pp of at least 2"
             )
         if self.microbatches is not None and not _positive(self.microbatches):
             found.append(f"microbatches={self.microbatches!r}: give a whole number of at least 1, or None for one a stage")
@@ -139,7 +139,8 @@ class ParallelLayout:
         stages = self.pp * self.chunks
         if facts.layers is not None and stages > facts.layers:
             found.append(
-                f"pp={self.pp} · chunks={self.chunks} = {stages} stages need a layer each, but the model has {facts.layers}: lower pp or chunks"
+                f"pp={self.pp} · chunks={self.chunks} = {stages} stages need a layer each, but the model has {facts.layers}: "
+                "lower pp or chunks"
             )
         for key, count in (("attention heads", facts.heads), ("key-value heads", facts.kv_heads)):
             if count is not None and count % self.tp:
