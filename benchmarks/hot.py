@@ -8,10 +8,12 @@ import io
 import os
 import pstats
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch.distributed as dist
@@ -71,11 +73,24 @@ def compare(names: Sequence[str], size: Size) -> dict[str, Phases]:
 
 def profile(name: str, size: Size, *, steps: int, top: int) -> str:
     """cProfile over ``steps`` steps: the functions with the most time of their own. Every rank calls."""
-    subject = VARIANTS[name].build(Context(size, dist.get_rank(), dist.get_world_size()))
+    profiler, threads = cProfile.Profile(), []
+
+    def follow(*event: object) -> None:  # called in every thread that a builder starts: the Trainer runs in one
+        threads.append(threading.current_thread())
+        profiler.enable()
+
+    threading.setprofile(follow)
+    try:
+        subject = VARIANTS[name].build(Context(size, dist.get_rank(), dist.get_world_size()))
+    finally:
+        threading.setprofile(None)
     _steps(subject, 0, 3)
     dist.barrier()
-    profiler = cProfile.Profile()
-    profiler.runcall(_steps, subject, 3, steps)
+    profiler.clear()
+    if threads:
+        _steps(subject, 3, steps)
+    else:
+        profiler.runcall(_steps, subject, 3, steps)
     text = io.StringIO()
     stats = pstats.Stats(profiler, stream=text).strip_dirs()
     stats.sort_stats("tottime").print_stats(top)
@@ -95,6 +110,7 @@ def main(arguments: list[str]) -> int:
     warnings.filterwarnings("ignore")
     rank, _ = join()
     size = SIZES[options.size]
+    size = replace(size, rounds=options.rounds or size.rounds)
     phases = compare(options.variants, size)
     profiles = {name: profile(name, size, steps=options.steps, top=options.top) for name in options.profile}
     if rank == 0:
@@ -113,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--variants", type=_names, default=["ddp", "ddp_view", "stage0", "stage1"], help="whose phases are compared")
     parser.add_argument("--profile", type=_names, default=["stage0", "stage1"], help="who is profiled (slower under the profiler)")
+    parser.add_argument("--rounds", type=int, help="turns of each variant (default: as the size says)")
     parser.add_argument("--steps", type=int, default=50, help="profiled")
     parser.add_argument("--top", type=int, default=25, help="functions shown")
     parser.add_argument("--link", default=HOST, help="as in benchmarks.zero")
