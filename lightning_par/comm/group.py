@@ -7,11 +7,19 @@ thread. So on gloo reduce_scatter is an all-to-all of the slices, summed in rank
 receives straight into the output's slices; a big all_reduce is the one after the other, which beats gloo's own and lets ``scale``
 touch one slice only. Between the two someone has to sum: ``poll`` does if the slices are there, ``wait`` at the latest. NCCL keeps its
 native calls. A mean is never asked of a backend (gloo has summed where AVG was meant, pytorch#162338): callers give a ``scale``.
+
+Note [A tag for each call]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+gloo pairs sends and receives between two ranks by tag, and those of one tag in the order in which they are posted. The second half of an
+all_reduce is posted when the first half is done, which differs from rank to rank. So each call draws a tag of its own when it is
+*called*, which all ranks do in the same order, and it does not matter when its messages are posted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -66,6 +74,8 @@ class _Works:
 
     def poll(self) -> None:
         if self._then is not None and all(work.is_completed() for work in self._works):
+            for work in self._works:
+                work.wait()  # at once; a failed work is completed too, and raises here
             self._follow()
 
     def _follow(self) -> None:
@@ -93,6 +103,7 @@ class Group:
     index: int = 0
     handle: dist.ProcessGroup | None = None
     trace: Trace = field(default_factory=Trace, repr=False, compare=False)
+    _calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -106,6 +117,14 @@ class Group:
         """There is nobody to talk to, or nothing to say (a meta tensor has a shape only)."""
         return self.size == 1 or tensor.is_meta or not tensor.numel()
 
+    @property
+    def channel(self) -> int:
+        """The first of this group's tags; groups of other names on the same ranks have others. See Note [A tag for each call]."""
+        return (zlib.crc32(self.name.encode()) % 2047 + 1) << 20
+
+    def _tag(self) -> int:
+        return self.channel + next(self._calls) % (1 << 20)
+
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, scale: float = 1.0, async_op: bool = False) -> Work:
         """Combine ``tensor`` over the group, in place, on every rank, and multiply it by ``scale``."""
         if self._is_silent(tensor):
@@ -115,7 +134,8 @@ class Group:
         if self._is_gloo and op == "sum" and tensor.numel() >= _BIG and tensor.numel() % self.size == 0 and tensor.is_contiguous():
             flat = tensor.view(-1)
             mine = flat.view(self.size, -1)[self.index]
-            work: Work = self._reduce_by_exchange(mine, flat, scale, then=lambda: self._gather_by_exchange(flat, mine))
+            tag = self._tag()
+            work: Work = self._reduce_by_exchange(mine, flat, scale, then=lambda: self._gather_by_exchange(flat, mine, tag))
         else:
             work = _Works([dist.all_reduce(tensor, _OPS[op], group=self.handle, async_op=True)], lambda: _scale(tensor, scale))
         return _started(work, async_op)
@@ -148,7 +168,7 @@ class Group:
             return DONE
         self.trace.add("all_gather", self.name, mine.numel() * (self.size - 1), mine)
         if self._is_gloo:
-            work: Work = self._gather_by_exchange(whole, mine)
+            work: Work = self._gather_by_exchange(whole, mine, self._tag())
         else:
             work = _Works([dist.all_gather_into_tensor(whole, mine, group=self.handle, async_op=True)])
         return _started(work, async_op)
@@ -197,12 +217,12 @@ class Group:
 
         return _Works([work], add)
 
-    def _gather_by_exchange(self, whole: Tensor, mine: Tensor) -> Work:
-        """See Note [Reductions on gloo]."""
+    def _gather_by_exchange(self, whole: Tensor, mine: Tensor, tag: int) -> Work:
+        """See Note [Reductions on gloo] and Note [A tag for each call]."""
         slices = whole.view(self.size, -1)
         others = [(self.index + step) % self.size for step in range(1, self.size)]
-        ops = [dist.P2POp(dist.irecv, slices[i], self.ranks[i], self.handle) for i in others]
-        ops += [dist.P2POp(dist.isend, mine, self.ranks[i], self.handle) for i in reversed(others)]
+        ops = [dist.P2POp(dist.irecv, slices[i], self.ranks[i], self.handle, tag) for i in others]
+        ops += [dist.P2POp(dist.isend, mine, self.ranks[i], self.handle, tag) for i in reversed(others)]
         works = dist.batch_isend_irecv(ops)
         if mine.data_ptr() != slices[self.index].data_ptr():
             slices[self.index].copy_(mine)

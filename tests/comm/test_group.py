@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
-from lightning_par.comm import Mesh, Message, copy_to, exchange, gather_from, reduce_from, scatter_to
+from lightning_par.comm import Group, Mesh, Message, copy_to, exchange, gather_from, reduce_from, scatter_to
 from lightning_par.layout import ParallelLayout, split
 from tests.harness import WorldError, run_world
 
@@ -85,6 +87,35 @@ def _pairs(total: int) -> None:
 @pytest.mark.parametrize("total", [6, 7, 2])
 def test_pairs_are_adjoint_at_sizes_that_do_not_divide(total: int) -> None:
     run_world(_pairs, 3, total)
+
+
+def _halves_out_of_order() -> None:
+    mesh = Mesh.build(ParallelLayout().resolve(2))
+    group = mesh.data
+    one, three = torch.full((1 << 16,), 1.0), torch.full((1 << 17,), 3.0)
+    works = [group.all_reduce(one, async_op=True), group.all_reduce(three, async_op=True)]
+    time.sleep(0.3)
+    for work in works if mesh.rank == 0 else reversed(works):  # the second halves are posted in another order on each rank
+        work.poll()
+    for work in works:
+        work.wait()
+    assert one.eq(2.0).all()
+    assert three.eq(6.0).all()
+
+
+def test_second_halves_of_reductions_may_be_posted_in_any_order() -> None:
+    run_world(_halves_out_of_order, 2)
+
+
+def _channels() -> list[int]:
+    mesh = Mesh.build(ParallelLayout(dp=2).resolve(2))
+    groups = {group.name: group for group in vars(mesh).values() if isinstance(group, Group)}
+    return [group.channel for group in groups.values()]
+
+
+def test_groups_of_different_names_have_tags_of_their_own() -> None:
+    channels = run_world(_channels, 2)[0]
+    assert len(set(channels)) == len(channels)
 
 
 def _ring() -> None:
