@@ -1,18 +1,14 @@
 """Group: ranks that communicate. A group of one is a no-op, decided here and nowhere else.
 
-Note [Reductions on gloo]
-~~~~~~~~~~~~~~~~~~~~~~~~~
+Note [Exchanges on gloo]
+~~~~~~~~~~~~~~~~~~~~~~~~
 gloo's reduce_scatter puts as many bytes on the wire as its all_reduce, twice what is needed, and copies its input in the calling
-thread. So on gloo reduce_scatter is an all-to-all of the slices, summed in rank order by whoever waits; all_gather is sends and
-receives straight into the output's slices; a big all_reduce is the one after the other, which beats gloo's own and lets ``scale``
-touch one slice only. Between the two someone has to sum: ``poll`` does if the slices are there, ``wait`` at the latest. NCCL keeps its
-native calls. A mean is never asked of a backend (gloo has summed where AVG was meant, pytorch#162338): callers give a ``scale``.
+thread. So on gloo reduce_scatter is sends and receives of slices, added up in rank order by whoever waits, and all_gather sends and
+receives straight into the output's slices. All-reduce stays the backend's own, and so does everything on NCCL. A mean is never asked of a
+backend (gloo has summed where AVG was meant, pytorch#162338): callers give a ``scale``.
 
-Note [A tag for each call]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
-gloo pairs sends and receives between two ranks by tag, and those of one tag in the order in which they are posted. The second half of an
-all_reduce is posted when the first half is done, which differs from rank to rank. So each call draws a tag of its own when it is
-*called*, which all ranks do in the same order, and it does not matter when its messages are posted.
+gloo pairs sends and receives between two ranks by tag, and those of one tag in the order in which they are posted. Groups of several axes
+may share a process group, so each exchange draws a tag of its own when it is called, which all ranks of its group do in the same order.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -31,7 +28,6 @@ from lightning_par.comm.trace import Trace
 
 T = TypeVar("T")
 Op = Literal["sum", "max", "min"]
-_BIG = 1 << 15  # elements from which a reduction on gloo is worth two steps
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -40,48 +36,28 @@ class Work(Protocol):
 
     def wait(self) -> object: ...
 
-    def poll(self) -> None:
-        """Do, without waiting, what is left to do here and can be done by now."""
-
 
 class _Done:
     def wait(self) -> None:
         """Nothing was sent."""
-
-    def poll(self) -> None:
-        """Nothing is left."""
 
 
 DONE: Work = _Done()
 
 
 class _Works:
-    """Several pieces of communication, and what follows once they are there: a computation, perhaps the next communication.
+    """Several pieces of communication, and what is to be computed once they are there. Waiting twice is harmless."""
 
-    Waiting twice is harmless.
-    """
-
-    def __init__(self, works: Sequence[Any], then: Callable[[], Any] | None = None) -> None:
+    def __init__(self, works: Sequence[Any], then: Callable[[], object] | None = None) -> None:
         self._works, self._then = works, then
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        self._follow()
-        for work in self._works:  # what followed
-            work.wait()
         self._works = ()
-
-    def poll(self) -> None:
-        if self._then is not None and all(work.is_completed() for work in self._works):
-            for work in self._works:
-                work.wait()  # at once; a failed work is completed too, and raises here
-            self._follow()
-
-    def _follow(self) -> None:
         then, self._then = self._then, None
-        following = then() if then is not None else None
-        self._works = (following,) if hasattr(following, "wait") else ()
+        if then is not None:
+            then()
 
 
 @dataclass(frozen=True)
@@ -96,6 +72,7 @@ class Group:
         index: this rank's place among them.
         handle: torch's process group; None for a group of one.
         trace: where calls are recorded.
+        timeout: how long a rank waits for the others, for process groups made from this one; None for the backend's default.
     """
 
     name: str
@@ -103,6 +80,7 @@ class Group:
     index: int = 0
     handle: dist.ProcessGroup | None = None
     trace: Trace = field(default_factory=Trace, repr=False, compare=False)
+    timeout: timedelta | None = None
     _calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
@@ -119,7 +97,7 @@ class Group:
 
     @property
     def channel(self) -> int:
-        """The first of this group's tags; groups of other names on the same ranks have others. See Note [A tag for each call]."""
+        """The first of this group's tags; groups of other names on the same ranks have others. See Note [Exchanges on gloo]."""
         return (zlib.crc32(self.name.encode()) % 2047 + 1) << 20
 
     def _tag(self) -> int:
@@ -131,13 +109,7 @@ class Group:
             _scale(tensor, scale)
             return DONE
         self.trace.add("all_reduce", self.name, 2 * tensor.numel() * (self.size - 1) // self.size, tensor)
-        if self._is_gloo and op == "sum" and tensor.numel() >= _BIG and tensor.numel() % self.size == 0 and tensor.is_contiguous():
-            flat = tensor.view(-1)
-            mine = flat.view(self.size, -1)[self.index]
-            tag = self._tag()
-            work: Work = self._reduce_by_exchange(mine, flat, scale, then=lambda: self._gather_by_exchange(flat, mine, tag))
-        else:
-            work = _Works([dist.all_reduce(tensor, _OPS[op], group=self.handle, async_op=True)], lambda: _scale(tensor, scale))
+        work = _Works([dist.all_reduce(tensor, _OPS[op], group=self.handle, async_op=True)], lambda: _scale(tensor, scale))
         return _started(work, async_op)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, *, scale: float = 1.0, async_op: bool = False) -> Work:
@@ -168,7 +140,7 @@ class Group:
             return DONE
         self.trace.add("all_gather", self.name, mine.numel() * (self.size - 1), mine)
         if self._is_gloo:
-            work: Work = self._gather_by_exchange(whole, mine, self._tag())
+            work: Work = self._gather_by_exchange(whole, mine)
         else:
             work = _Works([dist.all_gather_into_tensor(whole, mine, group=self.handle, async_op=True)])
         return _started(work, async_op)
@@ -201,32 +173,39 @@ class Group:
         if self.size > 1:
             dist.barrier(group=self.handle)
 
-    def _reduce_by_exchange(self, out: Tensor, whole: Tensor, scale: float, then: Callable[[], Work] | None = None) -> Work:
-        """See Note [Reductions on gloo]."""
+    def _reduce_by_exchange(self, out: Tensor, whole: Tensor, scale: float) -> Work:
+        """See Note [Exchanges on gloo]."""
         slices = whole.view(self.size, -1)
-        received = torch.empty_like(slices)
-        work = dist.all_to_all_single(received, slices, group=self.handle, async_op=True)
+        received = whole.new_empty(self.size - 1, out.numel())
+        parts = list(received)
+        parts.insert(self.index, slices[self.index])
 
-        def add() -> Work | None:
-            if self.size == 2:
-                torch.add(received[0], received[1], out=out)
-            else:
-                torch.sum(received, dim=0, out=out)
-            _scale(out, scale)
-            return then() if then is not None else None
+        def add() -> None:
+            if self.size == 2 and scale == 0.5:
+                torch.lerp(parts[0], parts[1], 0.5, out=out)
+                return
+            total = parts[0] + parts[1]
+            for part in parts[2:]:
+                total.add_(part)
+            torch.mul(total, scale, out=out)
 
-        return _Works([work], add)
+        return _Works(self._exchange(sends=slices, receives=parts), add)
 
-    def _gather_by_exchange(self, whole: Tensor, mine: Tensor, tag: int) -> Work:
-        """See Note [Reductions on gloo] and Note [A tag for each call]."""
+    def _gather_by_exchange(self, whole: Tensor, mine: Tensor) -> Work:
+        """See Note [Exchanges on gloo]."""
         slices = whole.view(self.size, -1)
-        others = [(self.index + step) % self.size for step in range(1, self.size)]
-        ops = [dist.P2POp(dist.irecv, slices[i], self.ranks[i], self.handle, tag) for i in others]
-        ops += [dist.P2POp(dist.isend, mine, self.ranks[i], self.handle, tag) for i in reversed(others)]
-        works = dist.batch_isend_irecv(ops)
+        works = self._exchange(sends=[mine] * self.size, receives=slices)
         if mine.data_ptr() != slices[self.index].data_ptr():
             slices[self.index].copy_(mine)
         return _Works(works)
+
+    def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> list[Any]:
+        """Start sending ``sends[i]`` to, and receiving ``receives[i]`` from, every other rank i."""
+        tag = self._tag()
+        others = [(self.index + step) % self.size for step in range(1, self.size)]
+        ops = [dist.P2POp(dist.irecv, receives[i], self.ranks[i], self.handle, tag) for i in others]
+        ops += [dist.P2POp(dist.isend, sends[i], self.ranks[i], self.handle, tag) for i in reversed(others)]
+        return dist.batch_isend_irecv(ops)
 
 
 def _scale(tensor: Tensor, scale: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -43,11 +43,16 @@ class ParallelPrecision(Precision):
         self._gradients: ModelGradients | None = None
 
     @classmethod
-    def of(cls, plugin: Precision | None) -> ParallelPrecision:
+    def of(cls, plugin: Precision) -> ParallelPrecision:
         """Ours for the plugin that ``Trainer(precision=...)`` made."""
         if isinstance(plugin, ParallelPrecision):
             return plugin
-        return cls("32-true" if plugin is None else plugin.precision)
+        if type(plugin) not in (Precision, DoublePrecision, MixedPrecision, HalfPrecision):
+            raise TypeError(
+                f"the precision plugin {type(plugin).__name__} cannot be used with this strategy, which has a plugin of its own: give "
+                f"Trainer(precision=...) one of {', '.join(get_args(PrecisionName))}, or plugins=[a subclass of ParallelPrecision]"
+            )
+        return cls(plugin.precision)
 
     def use(self, device: torch.device, gradients: ModelGradients | None) -> None:
         """Where autocast computes, and where clipping finds the gradients of all ranks (None before optimizers stand)."""
@@ -74,7 +79,9 @@ class ParallelPrecision(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        autocast = torch.autocast(self._device_type, torch.bfloat16) if self.precision == "bf16-mixed" else nullcontext()
+        autocast = (
+            torch.autocast(self._device_type, torch.bfloat16, cache_enabled=False) if self.precision == "bf16-mixed" else nullcontext()
+        )
         with self.tensor_init_context(), autocast:
             yield
 

@@ -20,7 +20,7 @@ class Agreement:
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self.mesh, self.device = mesh, device
         self._options: dict[float, dict[str, dict[str, Any]]] = {}  # by hash: the names that travel, in order, and their options
-        self._unchecked: tuple[Tensor, list[str]] | None = None
+        self._unchecked: tuple[Tensor, torch.cuda.Event | None, float, list[str]] | None = None
 
     def reach(self, log: LogRecorder, losses: list[Tensor], shares: list[Tensor], samples: int | None = None) -> Tensor:
         """Agree on the loss and the logged values of a batch, log them, and return the loss (0-dim, float64). All ranks call.
@@ -33,35 +33,36 @@ class Agreement:
         speaks = self.mesh.pp.index == self.mesh.pp.size - 1
         cells = torch.zeros(CELLS, dtype=torch.float64, device=self.device)
         options = {name: entry.options for name, entry in mine.items()}
-        key = name_hash([f"{name}:{entry.op}" for name, entry in mine.items()])
+        key = name_hash([f"{name}:{entry.op}:{name == LOSS and bool(losses)}" for name, entry in mine.items()])
         if speaks:
             self._fill(cells, key, mine)
         self.mesh.batch.all_reduce(cells)
         options = self._names(cells, key, options, speaks=speaks)
-        values = dict(zip(options, cells[1:], strict=False))
+        values = {name: cells[cell] / cells[cell + 1] for cell, name in zip(range(1, CELLS, 2), options, strict=False)}
         self._extremes(mine, values, options)
         log.replay({name: value for name, value in values.items() if name != LOSS}, options, samples)
         return values[LOSS]
 
     def _fill(self, cells: Tensor, key: float, mine: dict[str, Logged]) -> None:
-        if len(mine) >= CELLS:
-            raise ValueError(f"one step logged {len(mine) - 1} numbers, more than {CELLS - 2}: log fewer, or log rarely")
-        layout = self.mesh.layout
+        """Two cells for each name: what is added up, and what the sum is divided by."""
+        if 2 * len(mine) >= CELLS:
+            raise ValueError(f"one step logged {len(mine) - 1} numbers, more than {CELLS // 2 - 2}: log fewer, or log rarely")
         cells[0] = key
-        for cell, entry in enumerate(mine.values(), start=1):
-            if entry.values:
-                if entry.op == "sum":
-                    cells[cell] = torch.stack(entry.values).sum() / layout.cp
-                else:
-                    cells[cell] = (torch.stack(entry.values) * torch.stack(entry.weights)).sum() / layout.dp
+        for cell, entry in zip(range(1, CELLS, 2), mine.values(), strict=False):
+            if not entry.values:
+                continue
+            values, weights = torch.stack(entry.values), torch.stack(entry.weights)
+            if entry.op == "sum":
+                cells[cell] = values.sum() / self.mesh.cp.size
+                cells[cell + 1] = 1.0 / self.mesh.data.size
+            else:
+                cells[cell] = torch.where(weights > 0, values * weights, 0.0).sum()  # a mean over nothing is NaN, and counts nothing
+                cells[cell + 1] = weights.sum()
 
     def _names(self, cells: Tensor, key: float, mine: dict[str, dict[str, Any]], *, speaks: bool) -> dict[str, dict[str, Any]]:
         """The names in the cells and their options, on every rank; checks that all ranks that logged mean the same names."""
         if self.mesh.pp.size == 1:
-            self._check_last()
-            self._unchecked = (cells[0] - key * self.mesh.data.size, list(mine))
-            if self.device.type == "cpu":
-                self._check_last()
+            self._check(cells[:1], key * self.mesh.data.size, list(mine))
             return mine
         agreed = cells[0].item() / self.mesh.data.size
         if speaks and agreed != key:
@@ -70,11 +71,28 @@ class Agreement:
             self._options[agreed] = self.mesh.pp.broadcast_object(mine, self.mesh.pp.size - 1)
         return mine if speaks else self._options[agreed]
 
+    def _check(self, found: Tensor, wanted: float, names: list[str]) -> None:
+        """Raise if ranks meant different names. On devices that run behind the host, the number is read when the next batch comes."""
+        self._check_last()
+        if found.device.type == "cpu":
+            host, ready = found, None
+        else:
+            host = torch.empty(1, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        self._unchecked = (host, ready, wanted, names)
+        if ready is None:
+            self._check_last()
+
     def _check_last(self) -> None:
-        """On devices that run behind the host the check waits for the next batch, when its number is there."""
-        if self._unchecked is not None and self._unchecked[0].item() != 0:
-            raise _disagreement(self._unchecked[1])
-        self._unchecked = None
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is None:
+            return
+        host, ready, wanted, names = unchecked
+        if ready is not None:
+            ready.synchronize()
+        if host.item() != wanted:
+            raise _disagreement(names)
 
     def _extremes(self, mine: dict[str, Logged], values: dict[str, Tensor], options: dict[str, dict[str, Any]]) -> None:
         """Names logged with ``reduce_fx`` min or max, which a sum cannot carry."""
@@ -83,7 +101,8 @@ class Agreement:
             if op in ("min", "max"):
                 worst = float("inf") if op == "min" else float("-inf")
                 seen = mine[name].values if name in mine else []
-                values[name] = getattr(torch.stack(seen), op)() if seen else torch.tensor(worst, dtype=torch.float64, device=self.device)
+                nothing = torch.tensor(worst, dtype=torch.float64, device=self.device)
+                values[name] = getattr(torch.stack(seen), op)() if seen else nothing
                 self.mesh.batch.all_reduce(values[name], op)
 
 

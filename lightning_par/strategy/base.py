@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -34,7 +35,7 @@ from lightning_par.strategy.weight_averaging import averages, open_weights
 from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions, synchronize_batch_norms
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-PATIENCE = timedelta(minutes=2)
+PATIENCE = timedelta(minutes=5)
 """How long a rank that saves a checkpoint waits for the others to do so."""
 PATIENCE_AFTER_EXCEPTION = timedelta(seconds=3)
 """The same for a rank that was thrown out of its run: the others may be in the middle of a step."""
@@ -94,7 +95,14 @@ class HybridParallelStrategy(ParallelStrategy):
             return dataloader
         place = self.distributed_sampler_kwargs
         sampler = ReplicaSampler(dataloader.sampler, place["num_replicas"], place["rank"], self.mesh.world, self.root_device)
-        return seams.with_sampler(dataloader, sampler)
+        if sampler.repeated and not trainer.training:
+            rank_zero_warn(
+                f"{len(dataloader.sampler)} samples do not divide by dp={place['num_replicas']}: {sampler.repeated} of them count twice in "
+                "this evaluation. Make the data set a multiple, or evaluate with dp=1"
+            )
+        divided = seams.with_sampler(dataloader, sampler)
+        seams.seed_workers(divided, place["rank"])
+        return divided
 
     @property
     @override
@@ -184,8 +192,9 @@ class HybridParallelStrategy(ParallelStrategy):
             self._data_parallel = self._shard([])
         if self.layout.zero == 3:
             self._open_weights = open_weights(trainer, module)
-        buffers = list(state.persistent_buffers(self._assembled).values())
-        self._buffers = BufferSync(buffers, self.mesh.data)
+        self._buffers = BufferSync(state.buffer_places(self._assembled).values(), self.mesh.data)
+        state.share_rng(self.mesh.tp)
+        seams.restrict_metrics(module, self.mesh.dp)
         self._runner = StepRunner(module, self.mesh, self._assembled.pipeline, self.root_device)
         self.precision_plugin.use(self.root_device, None)
         if self._fits(trainer):
@@ -299,11 +308,10 @@ class HybridParallelStrategy(ParallelStrategy):
 
     def _evaluate(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._buffers.broadcast()
-        try:
-            return self.runner.evaluate(step, context, args, kwargs)
-        finally:
-            if self._data_parallel is not None:
-                self._data_parallel.end_pass()
+        output = self.runner.evaluate(step, context, args, kwargs)
+        if self._data_parallel is not None:
+            self._data_parallel.end_pass()
+        return output
 
     @property
     def data_parallel(self) -> DataParallel:
@@ -341,6 +349,13 @@ class HybridParallelStrategy(ParallelStrategy):
         mesh.data.all_reduce(result)
         parts = mesh.data.size if name in ("mean", "avg") else mesh.cp.size
         return result / parts if result.is_floating_point() else result // parts
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """[dp, ...]: the tensor of every data-parallel replica, or of the ranks of ``group``; with one replica the tensor itself."""
+        if group is not None:
+            return super().all_gather(tensor, group, sync_grads)
+        return seams.gather(tensor, self.mesh.dp, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -489,13 +504,21 @@ def _layout_of(layout: ParallelLayout | None, fields: dict[str, Any]) -> Paralle
 
 def _loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer: pl.Trainer) -> list[str]:
     found = []
-    if layout.pp > 1 and not module.automatic_optimization:
-        found.append(
-            f"manual optimization with pp={layout.pp}: the schedule runs backward itself; set automatic_optimization=True, or pp=1"
-        )
+    for axis, degree in (("pp", layout.pp), ("cp", layout.cp)):
+        if degree > 1 and not module.automatic_optimization:
+            found.append(
+                f"manual optimization with {axis}={degree}: the step runs on parts of a batch, which only automatic optimization puts "
+                f"together; set automatic_optimization=True, or {axis}=1"
+            )
     if averages(trainer.callbacks) and layout.tp * layout.pp > 1:
         found.append(
             f"a WeightAveraging callback with tp={layout.tp}, pp={layout.pp}: it keeps a copy of the whole module, which no rank has then; "
             "use data, ZeRO or context parallelism with it"
+        )
+    norms = [name for name, submodule in module.named_modules() if isinstance(submodule, _BatchNorm)]
+    if norms and (layout.pp > 1 or layout.cp > 1):
+        found.append(
+            f"{norms[0]} is a batch norm: with pp={layout.pp}, cp={layout.cp} it would see parts of a batch, and its statistics would be "
+            "others than those of one process; use a norm over features, or pp=1 and cp=1"
         )
     return found

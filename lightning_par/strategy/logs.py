@@ -5,7 +5,8 @@ Note [Logging under any layout]
 A user's step runs several times for one batch (once per micro-batch) and on ranks that see different pieces of it (context shards,
 replicas) or no result at all (stages before the last). So ``self.log`` is recorded while the steps run, and replayed afterwards, once per
 batch, with the value that one process would have logged: the mean over pieces with the weights of the loss, then the mean over replicas
-(``reduce_fx="sum"``: pieces of samples and replicas add up, context shards average; ``min`` and ``max`` as they say).
+(``reduce_fx="sum"``: pieces of samples and replicas add up, context shards average; ``min`` and ``max`` as they say). A name that some
+pieces do not log is the mean over those that do.
 
 Numbers of one batch travel in one reduction of a fixed size, whatever they are called; its first cell holds a hash of the names, so that
 ranks that log different names find out instead of mixing numbers up.
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CELLS = 256
-"""Numbers that one reduction carries, the hash included."""
+CELLS = 512
+"""Numbers that one reduction carries: the hash, then two for each name."""
 
 
 @dataclass

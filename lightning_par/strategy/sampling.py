@@ -38,6 +38,11 @@ class ReplicaSampler(Sampler):
         self.sampler, self.replicas, self.index = sampler, replicas, index
         self._world, self._device = world, device
 
+    @property
+    def repeated(self) -> int:
+        """How many samples come twice in an epoch."""
+        return -len(self.sampler) % self.replicas if len(self.sampler) else 0
+
     def __iter__(self) -> Iterator[Any]:
         order = self._agreed(list(self.sampler))
         missing = -len(order) % self.replicas

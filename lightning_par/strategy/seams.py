@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device, _init_dist_connection
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torchmetrics import Metric
 from typing_extensions import override
+
+from lightning_par.comm import Group
 
 __all__ = [
     "CheckedLauncher",
     "backward_multiplier",
     "fail_on_sigterm",
+    "gather",
     "join_world",
     "note_sigterm",
     "predicts",
+    "restrict_metrics",
+    "seed_workers",
     "set_logged_rank",
     "wants_sampler",
     "with_sampler",
@@ -71,6 +85,26 @@ def wants_sampler(trainer: pl.Trainer, dataloader: object) -> bool:
 def with_sampler(dataloader: DataLoader, sampler: Sampler) -> DataLoader:
     """The same dataloader, custom batch samplers included, over another sampler."""
     return _update_dataloader(dataloader, sampler)
+
+
+def seed_workers(dataloader: DataLoader, replica: int) -> None:
+    """After ``seed_everything(workers=True)``: ranks of one replica load the same samples, so their workers share random numbers."""
+    if int(os.environ.get("PL_SEED_WORKERS", 0)) and dataloader.worker_init_fn in (None, pl_worker_init_function):
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+
+
+def gather(tensor: Tensor, group: Group, *, sync_grads: bool) -> Tensor:
+    """[group size, ...]: every rank's tensor; the tensor itself where there is one rank."""
+    return _all_gather_ddp_if_available(tensor, group=group.handle, sync_grads=sync_grads) if group.size > 1 else tensor
+
+
+def restrict_metrics(module: torch.nn.Module, group: Group) -> None:
+    """torchmetrics add up over the ranks of ``group`` only; the others hold the same numbers."""
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.process_group = group.handle
+            if group.size == 1:
+                metric.distributed_available_fn = lambda: False
 
 
 def join_world(cluster: ClusterEnvironment, device: torch.device, timeout: timedelta) -> None:

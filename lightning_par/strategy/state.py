@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint import CheckpointError, Shard
-from lightning_par.comm import Mesh
+from lightning_par.comm import Group, Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.strategy.assemble import Assembled
 from lightning_par.zero import DataParallel
@@ -40,8 +40,17 @@ def module_shards(assembled: Assembled, data_parallel: DataParallel | None) -> d
 
 def persistent_buffers(assembled: Assembled) -> dict[str, Tensor]:
     """The buffers of this rank's part that the state dict of the whole module had."""
-    first = {name: tensor for name, tensor in assembled.module.named_buffers() if name in assembled.aliases}
-    return {name: tensor for name, tensor in first.items() if assembled.aliases[name] == name}
+    return {name: getattr(owner, key) for name, (owner, key) in buffer_places(assembled).items()}
+
+
+def buffer_places(assembled: Assembled) -> dict[str, tuple[nn.Module, str]]:
+    """Where they are: the module and its attribute (the tensor there may be replaced at any time)."""
+    places = {}
+    for name, _ in assembled.module.named_buffers():
+        if assembled.aliases.get(name) == name:
+            path, _, key = name.rpartition(".")
+            places[name] = (assembled.module.get_submodule(path), key)
+    return places
 
 
 def optimizer_shards(optimizer: Optimizer, index: int, data_parallel: DataParallel, mesh: Mesh) -> dict[str, Shard]:
@@ -88,11 +97,7 @@ def merge_optimizer_meta(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any
 def empty_optimizer_state(
     optimizer: Optimizer, index: int, data_parallel: DataParallel, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, Shard]:
-    """Give the state of this rank's ``optimizer`` the tensors that a checkpoint holds for its parameters, to be filled.
-
-    Raises:
-        CheckpointError: the checkpoint has no state at all for some parameters while it has for others (a moment was lost).
-    """
+    """Give the state of this rank's ``optimizer`` the tensors that a checkpoint holds for its parameters, to be filled."""
     optimizer.state.clear()
     shards: dict[str, Shard] = {}
     prefix = f"{OPTIMIZER}.{index}."
@@ -105,7 +110,7 @@ def empty_optimizer_state(
         for param in group["params"]:
             name, spec = data_parallel.held(param)
             for key, (shape, dtype) in by_name.get(name, {}).items():
-                if tuple(shape) == spec.shape and len(shape):
+                if tuple(shape) == spec.shape and key != "step":
                     value = torch.empty(param.shape, dtype=dtype, device=param.device)
                     shards[f"{prefix}{name}.{key}"] = Shard(spec.like(dtype), value.view(-1))
                 else:
@@ -121,9 +126,11 @@ def apply_optimizer_meta(optimizer: Optimizer, meta: Mapping[str, Any], data_par
     Raises:
         CheckpointError: no group of the checkpoint holds the parameters of one of ours.
     """
-    for group in optimizer.param_groups:
+    for place, group in enumerate(optimizer.param_groups):
         names = [data_parallel.held(param)[0] for param in group["params"]]
         source = next((saved for saved in meta["groups"] if names and names[0] in saved["params"]), None)
+        if not names and place < len(meta["groups"]):  # this rank holds no part of the group, but its schedulers and loggers read it
+            source = meta["groups"][place]
         if source is None and names:
             raise CheckpointError(f"the checkpoint has no optimizer group for {names[0]}: was the optimizer built from other parameters?")
         if source is not None:
@@ -149,6 +156,13 @@ def rng_shards(rank: int) -> dict[str, Shard]:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return {f"{RNG}.{rank}.{name}": Shard.whole(state, writes=True) for name, state in states.items()}
+
+
+def share_rng(tp: Group) -> None:
+    """Tensor-parallel ranks compute replicated activations twice, dropout included, so they go on from the state of the first of them."""
+    torch.set_rng_state(tp.broadcast_object(torch.get_rng_state()))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(tp.broadcast_object(torch.cuda.get_rng_state()))
 
 
 def restore_rng(shards: Mapping[str, Shard], rank: int) -> None:

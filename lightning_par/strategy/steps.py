@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_par.comm import Mesh
 from lightning_par.context import RingAttention, ShardedBatch, ring_attention, shard_batch, verify_step
-from lightning_par.numerics import batch_size, loss_weight
+from lightning_par.numerics import IGNORED_LABEL, batch_size, loss_weight
 from lightning_par.pipeline import Pipeline
 from lightning_par.strategy.agree import Agreement
 from lightning_par.strategy.logs import recording
@@ -53,7 +54,7 @@ class StepRunner:
         self.module, self.mesh, self.pipeline, self.device = module, mesh, pipeline, device
         self.agreement = Agreement(mesh, device)
         self._ring: RingAttention | None = None
-        self._verified = False
+        self._verified: set[str] = set()  # steps that were seen to be right on a shard
 
     def train(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One batch without a pipeline: what ``training_step`` returned, its loss dressed with the value that all ranks agree on."""
@@ -61,13 +62,13 @@ class StepRunner:
         with recording(self.module, self.device, deferred=False) as log, self.attention(), context():
             log.weight = piece.share
             output = step(piece.batch, *args[1:], **kwargs)
-        self._verify(piece.batch)
-        loss = _loss_of(output)
+        self._verify("train", piece.batch)
+        loss = self._loss_of(output)
         value = self.agreement.reach(log, [] if loss is None else [loss.detach()], [] if loss is None else [piece.share])
         if loss is None:
             return output
         weighted = loss * piece.share.to(loss.dtype) if self.mesh.cp.size > 1 else loss
-        dressed = _Dressed.apply(weighted, value.to(loss))
+        dressed = _Dressed.apply(weighted, value.to(loss).reshape(loss.shape))
         return {**output, "loss": dressed} if isinstance(output, Mapping) else dressed
 
     def train_pipeline(
@@ -96,7 +97,7 @@ class StepRunner:
             def forward(m: int) -> Tensor:
                 log.weight = pieces[m].share
                 with context(), log.attempt():
-                    loss = _loss_of(step(pieces[m].batch, *args[1:], **kwargs))
+                    loss = self._loss_of(step(pieces[m].batch, *args[1:], **kwargs))
                 if loss is None:
                     raise RuntimeError("training_step returned no loss: under a pipeline a batch cannot be skipped")
                 losses.append(loss.detach())
@@ -105,12 +106,15 @@ class StepRunner:
             with self.attention(), data_parallel.hold():
                 self.pipeline.forward_backward(forward, [("train", signature(piece.batch)) for piece in pieces])
         if self.pipeline.is_last:
-            self._verify(pieces[0].batch)
+            self._verify("train", pieces[0].batch)
         value = self.agreement.reach(log, losses, [piece.share for piece in pieces[: len(losses)]], batch_size(args[0]))
         return value.requires_grad_()
 
     def evaluate(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One batch of validation, test or prediction: what the step returned, the same on every rank of a replica."""
+        """One batch of validation, test or prediction: what the step returned, the same on every rank of a replica.
+
+        Under context parallelism that holds for a step that returns one number; anything else is this shard's.
+        """
         pieces = self._pieces(args[0], self._count(args[0]) if self.pipeline else 1)
         outputs: list[Any] = []
         with recording(self.module, self.device, deferred=self.pipeline is not None) as log, self.attention():
@@ -124,11 +128,22 @@ class StepRunner:
                 forward(0)
             else:
                 self.pipeline.forward_only(forward, [(step.__name__, signature(piece.batch)) for piece in pieces])
+        if self.pipeline is None or self.pipeline.is_last:
+            self._verify(step.__name__, pieces[0].batch)
         if self.pipeline is not None:
             joined = join(outputs, [piece.share for piece in pieces]) if outputs else None
-            outputs = [self.mesh.pp.broadcast_object(joined, self.mesh.pp.size - 1)]
-        self.agreement.reach(log, [], [], batch_size(args[0]) if self.pipeline else None)
-        return outputs[0]
+            onto_host = apply_to_collection(joined, Tensor, Tensor.cpu)  # a pickled CUDA tensor would come back on the sender's device
+            shared = self.mesh.pp.broadcast_object(onto_host, self.mesh.pp.size - 1)
+            outputs = [apply_to_collection(shared, Tensor, lambda tensor: tensor.to(self.device))]
+        samples = batch_size(args[0]) if self.pipeline else None
+        if self.mesh.cp.size == 1 or not isinstance(outputs[0], Tensor) or outputs[0].numel() != 1:
+            self.agreement.reach(log, [], [], samples)
+            return outputs[0]
+        if self.pipeline is None:
+            value = self.agreement.reach(log, [outputs[0]], [pieces[0].share])
+        else:  # micro-batches were joined with their shares: what is left is this shard's part of a sum
+            value = self.agreement.reach(log, [outputs[0] * self.mesh.cp.size], [torch.ones_like(pieces[0].share)], samples)
+        return value.to(outputs[0]).reshape(outputs[0].shape)
 
     def attention(self) -> AbstractContextManager:
         """The context in which attention sees the other ranks' tokens; forward and backward of a batch run in it."""
@@ -149,25 +164,32 @@ class StepRunner:
         total = _weight(batch, tokens=self.mesh.cp.size > 1)
         return [Piece(part, (_weight(part) / total).to(self.device)) for part in parts]
 
-    def _verify(self, batch: Any) -> None:
-        """Once: a step that ran on a shard of a sequence must have used what makes it right there."""
-        if self._ring is not None and not self._verified:
+    def _verify(self, step: str, batch: Any) -> None:
+        """Once for each step: one that ran on a shard of a sequence must have used what makes it right there."""
+        if self._ring is not None and step not in self._verified:
             verify_step(batch, self._ring)
-        self._verified = True
+            self._verified.add(step)
+
+    def _loss_of(self, output: Any) -> Tensor | None:
+        if not isinstance(output, Mapping):
+            return output
+        if "weight" in output and self.mesh.pp.size * self.mesh.cp.size > 1:
+            raise ValueError(
+                "training_step returned a 'weight' beside its loss. Under pp or cp pieces are weighted by the labels of the batch that are "
+                f"not {IGNORED_LABEL} (or its samples); a weight of one's own is not supported there: leave it out, or use pp=1 and cp=1"
+            )
+        return output.get("loss")
 
 
 def _weight(batch: Any, *, tokens: bool = False) -> Tensor:
-    """Of a batch or a part of it; without labels its samples, or, where sequences are cut, its tokens."""
+    """Of a batch or a part of it; where sequences are cut (``tokens``), as ``ShardedBatch.weight``: the shards' weights add up to it."""
     if isinstance(batch, ShardedBatch):
         return batch.weight()
-    has_labels = isinstance(batch, Mapping) and ("labels" in batch or "shift_labels" in batch)
-    if tokens and not has_labels:
-        return torch.tensor(float(batch["input_ids"].numel()), dtype=torch.float64)
+    if tokens:
+        ids, labels = batch["input_ids"], batch.get("shift_labels", batch.get("labels"))
+        if not isinstance(labels, Tensor) or labels.shape != ids.shape or labels.is_floating_point():
+            return torch.tensor(float(ids.numel()), dtype=torch.float64)
     return loss_weight(batch)
-
-
-def _loss_of(output: Any) -> Tensor | None:
-    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 class _Dressed(torch.autograd.Function):

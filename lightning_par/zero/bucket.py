@@ -143,10 +143,6 @@ class Bucket:
             self._work = shard.reduce_scatter(self._reduced, self._grads, scale=scale, async_op=True)
         self.state = State.REDUCING
 
-    def poll(self) -> None:
-        """Let a reduction under way take its next step, if it can without waiting."""
-        self._work.poll()
-
     def collect(self) -> None:
         """Wait for the sum over the sharding ranks, add the other axes', and give whole gradients back if the stage does."""
         if self.state is not State.REDUCING:
@@ -207,7 +203,7 @@ class Bucket:
     @property
     def counts_again(self) -> int:
         """How many ranks would each add what was published, if it took part in one more mean over replicas."""
-        times = self.groups.data.size // self.groups.replicas
+        times = self.groups.data.size // self.groups.replicas * max(1, len(self.plan.kind.stages))
         return times * self.groups.tp.size if self.plan.kind.partial else times
 
     def begin(self) -> None:
@@ -321,6 +317,12 @@ class Bucket:
         self.values.untyped_storage().resize_(0)
         self._whole = False
         self.close_values()
+
+    def let_go(self) -> None:
+        """Parameters are nobody's any more; their values stay."""
+        for param in self.params:
+            if getattr(param, "zero", None) is self:
+                del param.zero
 
     def open_values(self) -> None:
         """The values are here for whoever asks."""

@@ -45,7 +45,7 @@ from lightning_par.zero.units import REST, Residency, assign, find_units, instal
 from lightning_par.zero.zero_grad import ZeroGrad
 
 IN_FLIGHT = 2
-"""Reductions that may be under way before whole gradients of the oldest are given back (stages 2 and 3)."""
+"""Reductions that may be under way before the oldest is waited for, and its buffers are given back (from stage 1 on)."""
 
 
 class DataParallel:
@@ -360,6 +360,8 @@ class DataParallel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for bucket in self.buckets:
+            bucket.let_go()
 
     def sharded_value(self, param: nn.Parameter) -> tuple[ShardSpec, Tensor] | None:
         """Stage 3: the part of a parameter's values that this rank keeps, flat; empty if another has it. None: it is whole here."""
@@ -386,13 +388,11 @@ class DataParallel:
             self._launch(self.reduced[self._next])
 
     def _launch(self, bucket: Bucket) -> None:
-        for earlier in self.reduced[self._collected : self._next]:
-            earlier.poll()
         bucket.launch()
         self._next += 1
         if self.residency is not None and bucket.stage.frees_values:
             self.residency.done(-bucket.plan.kind.unit)
-        if self.kept.frees_gradients:
+        if self.kept.shards_optimizer:
             while self._next - self._collected > IN_FLIGHT:
                 self.reduced[self._collected].collect()
                 self._collected += 1
@@ -414,7 +414,7 @@ class DataParallel:
         if unfrozen and not (self.groups.data.size == 1):
             raise RuntimeError(
                 f"{', '.join(unfrozen)} got a gradient, but was frozen when training was set up, so its gradient is not averaged: unfreeze "
-                "parameters before trainer.fit (a second fit is fine)"
+                "parameters before trainer.fit (below zero=3 a second fit is fine)"
             )
 
 

@@ -72,7 +72,9 @@ def _broadcast() -> dict[str, torch.Tensor]:
     torch.manual_seed(torch.distributed.get_rank())
     module = Tracking()
     mesh = Mesh.build(ParallelLayout().resolve(3))
-    sync = BufferSync(list(module.buffers()), mesh.data)
+    places = [(module.bn, name) for name, _ in module.bn.named_buffers()] + [(module, "coarse"), (module, "flags")]
+    sync = BufferSync(places, mesh.data)
+    module.coarse = torch.zeros(3, dtype=torch.bfloat16)  # a new tensor in its place is found
     module.bn(torch.randn(8, 5))
     with torch.no_grad():
         module.coarse.add_(mesh.rank + 1)
