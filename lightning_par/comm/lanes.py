@@ -35,8 +35,7 @@ class Lanes:
         lanes = cls(group)
         for sender, receiver in sorted(set(pairs)):
             if group.index in (sender, receiver):
-                ranks = [group.ranks[sender], group.ranks[receiver]]
-                handle = group.handle if group._is_gloo else dist.new_group(sorted(ranks), use_local_synchronization=True)
+                handle = group.handle if group._is_gloo else _new_lane(group, sender, receiver)
                 (lanes._to if group.index == sender else lanes._from)[receiver if group.index == sender else sender] = handle
         if not group._is_gloo and (lanes._to or lanes._from):
             lanes._greet()
@@ -81,3 +80,8 @@ class Lanes:
         for sender, receiver in sorted(pairs):
             word = [torch.zeros(1, device=device)]
             (self.send(word, receiver) if sender == self.group.index else self.receive(word, sender)).wait()
+
+
+def _new_lane(group: Group, sender: int, receiver: int) -> dist.ProcessGroup:
+    ranks = sorted((group.ranks[sender], group.ranks[receiver]))
+    return dist.new_group(ranks, timeout=group.timeout, use_local_synchronization=True)

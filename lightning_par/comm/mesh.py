@@ -1,11 +1,19 @@
-"""Mesh: the process groups of one layout, as one rank sees them."""
+"""Mesh: the process groups of one layout, as one rank sees them.
+
+Note [How the groups are made]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A process group made after the default one has its backend's default timeout, not that of the default group; a device mesh has no word
+for it, and set later it does not reach gloo's sends and receives. So the groups are made one by one with their timeout. Along given
+axes they are a partition of the ranks: each rank makes exactly one group, its own, and all ranks go through the axes in the same
+order. So nobody waits for a group it is not in, and where NCCL splits the default communicator, all ranks come to every split.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_par.comm.group import Group
 from lightning_par.comm.trace import Trace
@@ -47,18 +55,23 @@ class Mesh:
         return self.grid.layout
 
     @classmethod
-    def build(cls, layout: ParallelLayout, device_type: str = "cpu") -> Mesh:
-        """Create the groups. All ranks must call, after ``init_process_group``; ``layout`` must be resolved for this world."""
+    def build(cls, layout: ParallelLayout, device_type: str = "cpu", timeout: timedelta | None = None) -> Mesh:
+        """Create the groups. All ranks must call, after ``init_process_group``; ``layout`` must be resolved for this world.
+
+        Groups carry tensors of any device that the default group does, ``device_type`` among them. ``timeout`` is how long a rank waits
+        for the others in the groups made here; the default group keeps its own. See Note [How the groups are made].
+        """
         rank = dist.get_rank() if dist.is_initialized() else 0
         grid, trace = RankGrid(layout), Trace()
-        wide = {axis: degree for axis, degree in zip(AXES, grid.shape, strict=True) if degree > 1}
-        torch_mesh = init_device_mesh(device_type, tuple(wide.values()), mesh_dim_names=tuple(wide)) if wide else None
+        handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {(rank,): None}  # axes that differ in axes of size 1 share a handle
+        if len(everyone := tuple(grid.peers(rank, *AXES))) > 1:
+            handles[everyone] = dist.group.WORLD
 
         def group(*axes: str) -> Group:
             ranks = tuple(grid.peers(rank, *axes))
-            along = ("replicate", "shard", *axes) if "dp" in axes else axes
-            handle = _handle(torch_mesh, tuple(axis for axis in wide if axis in along)) if len(ranks) > 1 else None
-            return Group("·".join(axes), ranks, ranks.index(rank), handle, trace)
+            if ranks not in handles:
+                handles[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+            return Group("·".join(axes), ranks, ranks.index(rank), handles[ranks], trace, timeout)
 
         return cls(
             grid=grid,
@@ -76,12 +89,3 @@ class Mesh:
             world=group(*AXES),
             trace=trace,
         )
-
-
-def _handle(torch_mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """The process group along ``axes``: the mesh's own for one axis, the default group for all, a flattened one between."""
-    if axes == torch_mesh.mesh_dim_names:
-        return dist.group.WORLD
-    if len(axes) == 1:
-        return torch_mesh.get_group(axes[0])
-    return torch_mesh[axes]._flatten("_".join(axes)).get_group()

@@ -18,9 +18,20 @@ So the loop sees every layer at its own place, whether it iterates, enumerates, 
 layer is complete by then.
 
 This is right if everything a layer reads is the previous layer's output, or is computed by each rank for itself (masks, positions,
-rotary angles). It is wrong if the loop changes the hidden state outside the layers (``x = x + layer(x)``) or hands a module's output
-to every layer (``layer(x, embedding)``). The first is refused: the call after the last layer must be given what that layer returned.
-The second shows itself: the stand-ins' NaN reaches the loss, never a plausible number.
+rotary angles), and if a layer's output goes nowhere but into the next layer. The rest is wrong, and is met like this:
+
+======================================================  ==================================================================
+the loop changes the hidden state between the layers    refused where a stage ends: the call after its last layer must be given
+(``x = x + layer(x)``)                                  every tensor which that layer returned
+the loop keeps what a layer returns besides the         refused: within a stage, too, every tensor but the first (the hidden
+hidden state (``x, aux = layer(x); total += aux``)      state) must be given to the next layer. The layers of earlier stages all
+                                                        answer with the same output, so a sum over layers would be wrong
+a module's output goes to every layer                   shows itself: the stand-ins' NaN reaches the loss, never a plausible
+(``layer(x, embedding)``)                               number
+======================================================  ==================================================================
+
+A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``. What cannot be seen is a loop that hands an
+output on, unchanged, and uses it a second time (``total += probe(x)``), or changes it in place.
 """
 
 from __future__ import annotations
@@ -37,7 +48,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_par.layout import Span
-from lightning_par.pipeline.boundary import tensors_of
+from lightning_par.pipeline.boundary import form_of, tensors_of
 from lightning_par.pipeline.errors import PipelineError
 
 
@@ -131,17 +142,22 @@ class _OtherLayer(_StandIn):
         return self._answer(self._index, (args, kwargs))
 
 
-class _LastLayer(_StandIn):
-    """The last layer of the active stage: the layer itself, whose output is kept."""
+class _OwnLayer(_StandIn):
+    """A layer of the active stage: the layer itself, for ``isinstance`` too; what it is given is checked, its output kept."""
 
-    def __init__(self, layer: nn.Module, keep: Callable[[Any], None]) -> None:
+    def __init__(self, layer: nn.Module, index: int, check: Callable[[int, Any], None], keep: Callable[[int, Any], None]) -> None:
         super().__init__(layer)
-        self._hide(_keep=keep)
+        self._hide(_index=index, _check=check, _keep=keep, training=layer.training)
+
+    @property
+    def __class__(self) -> type[nn.Module]:
+        return type(self._stands_for)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._check(self._index, (args, kwargs))
         output = self._stands_for(*args, **kwargs)
-        self._keep(output)
+        self._keep(self._index, output)
         return output
 
 
@@ -152,9 +168,13 @@ class _Pass:
     span: Span
     received: Any
     exits: bool  # whether a stage follows
-    output: Any = None
-    is_done: bool = False
+    ran: int = -1  # the layer of this stage that ran last
+    output: Any = None  # what it returned
     passed: set[int] = field(default_factory=set)  # layers of earlier stages that were called
+
+    @property
+    def is_done(self) -> bool:
+        return self.ran == self.span.stop - 1
 
 
 class StageLayers(nn.ModuleList):
@@ -209,11 +229,11 @@ class StageLayers(nn.ModuleList):
         if not span.start <= index < span.stop:
             return self._others[index]
         layer = self._modules[str(index)]
-        return _LastLayer(layer, self._keep) if self._now.exits and index == span.stop - 1 else layer
+        return _OwnLayer(layer, index, self._check_extras, self._keep) if self._now.exits else layer
 
-    def _keep(self, output: Any) -> None:
+    def _keep(self, index: int, output: Any) -> None:
         if self._now is not None:  # None while activation checkpointing runs the layer again
-            self._now.output, self._now.is_done = output, True
+            self._now.ran, self._now.output = index, output
 
     def _outside(self, index: int, given: Any) -> Any:
         """The answer of a layer that is not of the active stage."""
@@ -241,12 +261,27 @@ class StageLayers(nn.ModuleList):
             )
 
     def _check_chain(self, now: _Pass, given: Any) -> None:
-        """Layer by layer, nothing but a layer's own output may go on. See Note [The unmodified forward]."""
-        hidden = next(iter(tensors_of(now.output)), None)
-        if hidden is None or not any(leaf is hidden for leaf in tree_leaves(given)):
+        """Where a stage ends, nothing but its last layer's own output may go on, and all of it. See Note [The unmodified forward]."""
+        if not tensors_of(now.output) or 0 in _missing(now.output, given):
             raise PipelineError(
                 f"{self._name}.{now.span.stop} is not given what {self._name}.{now.span.stop - 1} returned: the model changes the hidden "
                 "state between its layers, which a pipeline cannot follow. Do it inside the layers: a residual sum belongs to the layer"
+            )
+        self._check_extras(now.span.stop, given)
+
+    def _check_extras(self, index: int, given: Any) -> None:
+        """What the layer before returned besides the hidden state is given to this one. See Note [The unmodified forward]."""
+        now = self._now
+        if now is None or now.ran != index - 1:
+            return
+        missing = [place for place in _missing(now.output, given) if place > 0]
+        if missing:
+            tensors = ", ".join(f"{place} {form_of(tensors_of(now.output)[place])}" for place in missing)
+            raise PipelineError(
+                f"{self._name}.{index} is not given all that {self._name}.{index - 1} returned: of its tensors, number {tensors} (the "
+                "hidden state is 0) goes elsewhere, and the other stages would not know of it. If it is needed (an auxiliary loss), carry "
+                "it through the layers with the hidden state (x, total = layer(x, total)), or compute it from what the last stage sees; if "
+                "not, do not return it; or use pp=1"
             )
 
 
@@ -258,3 +293,9 @@ def on_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(module, memo)
+
+
+def _missing(output: Any, given: Any) -> list[int]:
+    """The places of the tensors of ``output`` that are not among ``given`` themselves."""
+    arrived = {id(leaf) for leaf in tree_leaves(given)}
+    return [place for place, tensor in enumerate(tensors_of(output)) if id(tensor) not in arrived]

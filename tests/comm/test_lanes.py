@@ -1,8 +1,14 @@
-"""Lanes: messages one way between two ranks, in order, the two directions apart."""
+"""Lanes: messages one way between two ranks, in order, the two directions apart; how long they, and the mesh's groups, wait."""
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_par.comm import Group, Lanes, Mesh
 from lightning_par.layout import ParallelLayout
@@ -39,3 +45,26 @@ def test_two_ranks_that_send_both_ways_do_not_mix_messages() -> None:
 
 def test_a_group_of_one_has_no_lanes() -> None:
     Lanes.open(Group("pp"), [])
+
+
+def _waits_alone(timeout: timedelta) -> None:
+    """Rank 0 comes to every group of a mesh, the others to none until it is through."""
+    mesh = Mesh.build(ParallelLayout(pp=2, dp=2).resolve(4), timeout=timeout)
+    assert {group.timeout for group in (mesh.pp, mesh.data, mesh.cp, mesh.world)} == {timeout}
+    with patch.object(Group, "_is_gloo", False), patch.object(Lanes, "_greet"):  # as on NCCL: a process group for each lane
+        lanes = Lanes.open(mesh.pp, [(0, 1), (1, 0)])
+    if mesh.rank == 0:
+        for wait in (
+            lambda: mesh.pp.all_reduce(torch.ones(1)),
+            lambda: mesh.data.all_gather(torch.ones(2), torch.ones(1)),
+            lambda: lanes.receive([torch.ones(1)], 1).wait(),
+        ):
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+                wait()
+            assert 0.5 < time.monotonic() - start < 10
+    dist.barrier()
+
+
+def test_subgroups_and_lanes_wait_for_as_long_as_they_are_told() -> None:
+    run_world(_waits_alone, 4, timedelta(seconds=1), timeout=60)

@@ -37,6 +37,32 @@ class PairLayer(Layer):
         return hidden, {"bias": hidden * 2 if bias is None else bias + 1, "none": None}
 
 
+class AuxLayer(Layer):
+    """Returns the hidden state and an auxiliary loss; layers of the kind ``silent`` return None for it."""
+
+    silent: str | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden = super().forward(x)
+        return hidden, None if self.kind == self.silent else hidden.square().mean()
+
+
+class OddAuxLayer(AuxLayer):
+    silent = "even"
+
+
+class EvenAuxLayer(AuxLayer):
+    silent = "odd"
+
+
+class TotalLayer(Layer):
+    """Carries the sum of auxiliary losses."""
+
+    def forward(self, x: Tensor, total: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden = super().forward(x)
+        return hidden, total + hidden.square().mean(), None
+
+
 class Model(nn.Module):
     def __init__(self, loop: Loop, layer: type[Layer] = Layer) -> None:
         super().__init__()
@@ -137,6 +163,46 @@ def test_P9_any_loop_over_the_layers_sees_global_places(loop: Loop, ranks: int, 
 
 def test_layers_may_return_tuples_and_hand_several_tensors_on() -> None:
     model, ids = Model(carrying, PairLayer), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids), model(ids))
+
+
+def totalling(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for layer in layers:
+        x, total, _ = layer(x, total)
+    return x + total
+
+
+def test_a_loss_of_every_layer_may_travel_with_the_hidden_state() -> None:
+    model, ids = Model(totalling, TotalLayer), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids), model(ids))
+
+
+def summed_aside(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for layer in layers:
+        x, aux = layer(x)
+        total = total if aux is None else total + aux
+    return x + total
+
+
+@pytest.mark.parametrize(("kind", "place"), [(AuxLayer, 0), (EvenAuxLayer, 0), (OddAuxLayer, 1)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_layer_returns_and_the_next_one_is_not_given_is_refused(kind: type[Layer], place: int, ranks: int) -> None:
+    model, ids = Model(summed_aside, kind), torch.tensor([[1, 5, 8]])
+    with pytest.raises(PipelineError, match=rf"(?s)layers\.{place + 1} is not given all that layers\.{place} returned.*pp=1"):
+        through_the_stages(model, ids, ranks, stages=2)
+    assert torch.equal(through_the_stages(model, ids, 1, stages=1), model(ids))
+
+
+def by_class(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x, shift=0.5 if isinstance(layer, Layer) and not layer.training else 0.0)
+    return x
+
+
+def test_a_loop_sees_the_class_and_the_mode_of_the_layers_it_runs() -> None:
+    model, ids = Model(by_class).eval(), torch.tensor([[1, 5, 8]])
     assert torch.equal(through_the_stages(model, ids), model(ids))
 
 
