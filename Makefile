@@ -19,7 +19,7 @@ demo: $(READY)
 	$(BIN)/lightning-par train experiment=demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow || test $$? -eq 5  # 5: no test is marked slow

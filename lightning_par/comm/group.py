@@ -81,7 +81,8 @@ class Group:
     handle: dist.ProcessGroup | None = None
     trace: Trace = field(default_factory=Trace, repr=False, compare=False)
     timeout: timedelta | None = None
-    _calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+    _gathers: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+    _reductions: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -99,9 +100,6 @@ class Group:
     def channel(self) -> int:
         """The first of this group's tags; groups of other names on the same ranks have others. See Note [Exchanges on gloo]."""
         return (zlib.crc32(self.name.encode()) % 2047 + 1) << 20
-
-    def _tag(self) -> int:
-        return self.channel + next(self._calls) % (1 << 20)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, scale: float = 1.0, async_op: bool = False) -> Work:
         """Combine ``tensor`` over the group, in place, on every rank, and multiply it by ``scale``."""
@@ -189,19 +187,20 @@ class Group:
                 total.add_(part)
             torch.mul(total, scale, out=out)
 
-        return _Works(self._exchange(sends=slices, receives=parts), add)
+        tag = self.channel + next(self._reductions) % (1 << 19)
+        return _Works(self._exchange(sends=slices, receives=parts, tag=tag), add)
 
     def _gather_by_exchange(self, whole: Tensor, mine: Tensor) -> Work:
         """See Note [Exchanges on gloo]."""
         slices = whole.view(self.size, -1)
-        works = self._exchange(sends=[mine] * self.size, receives=slices)
+        tag = self.channel + (1 << 19) + next(self._gathers) % (1 << 19)
+        works = self._exchange(sends=[mine] * self.size, receives=slices, tag=tag)
         if mine.data_ptr() != slices[self.index].data_ptr():
             slices[self.index].copy_(mine)
         return _Works(works)
 
-    def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> list[Any]:
+    def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor], tag: int) -> list[Any]:
         """Start sending ``sends[i]`` to, and receiving ``receives[i]`` from, every other rank i."""
-        tag = self._tag()
         others = [(self.index + step) % self.size for step in range(1, self.size)]
         ops = [dist.P2POp(dist.irecv, receives[i], self.ranks[i], self.handle, tag) for i in others]
         ops += [dist.P2POp(dist.isend, sends[i], self.ranks[i], self.handle, tag) for i in reversed(others)]

@@ -55,10 +55,10 @@ class Mesh:
         return self.grid.layout
 
     @classmethod
-    def build(cls, layout: ParallelLayout, device_type: str = "cpu", timeout: timedelta | None = None) -> Mesh:
+    def build(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> Mesh:
         """Create the groups. All ranks must call, after ``init_process_group``; ``layout`` must be resolved for this world.
 
-        Groups carry tensors of any device that the default group does, ``device_type`` among them. ``timeout`` is how long a rank waits
+        Groups carry tensors of any device that the default group does. ``timeout`` is how long a rank waits
         for the others in the groups made here; the default group keeps its own. See Note [How the groups are made].
         """
         rank = dist.get_rank() if dist.is_initialized() else 0

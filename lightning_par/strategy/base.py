@@ -166,7 +166,7 @@ class HybridParallelStrategy(ParallelStrategy):
         self.set_world_ranks()
         seams.join_world(self.cluster_environment, self.root_device, self.timeout)
         if self._mesh is None:
-            self._mesh = Mesh.build(self.layout, self.root_device.type)
+            self._mesh = Mesh.build(self.layout, timeout=self.timeout)
             self._meeting = Meeting(self._mesh.world)
 
     @override

@@ -108,9 +108,8 @@ def restrict_metrics(module: torch.nn.Module, group: Group) -> None:
 
 
 def join_world(cluster: ClusterEnvironment, device: torch.device, timeout: timedelta) -> None:
-    """Create the default process group, unless there is one."""
-    kwargs = {} if device.type == "cpu" else {"device_id": device}
-    _init_dist_connection(cluster, _get_default_process_group_backend_for_device(device), timeout=timeout, **kwargs)
+    """Create the default process group, unless there is one. It is not bound to a device: NCCL would then split it to make the others."""
+    _init_dist_connection(cluster, _get_default_process_group_backend_for_device(device), timeout=timeout)
 
 
 def note_sigterm(trainer: pl.Trainer) -> None:

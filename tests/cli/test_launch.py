@@ -77,7 +77,7 @@ def test_l11_a_failing_rank_ends_the_job_with_its_own_traceback(lightning_par, t
     assert done.ended - float((tmp_path / "failed_at").read_text()) < 15
     first = done.output.index("Traceback")
     assert "rank 1 failed:" in done.output[:first]
-    assert "the model of rank 1 is broken" in done.output[first : done.output.index("rank 0 ended too")]
+    assert "the model of rank 1 is broken" in done.output[first:].split("rank 0 ended too")[0]  # where rank 0 still gets to say so
     assert_no_process_left(tmp_path)
 
 
