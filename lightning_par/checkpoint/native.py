@@ -60,12 +60,16 @@ def is_native(folder: str | os.PathLike[str]) -> bool:
 
 def read_meta(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The plain part, on CPU. Any rank may call alone."""
-    return torch.load(_require(folder) / META, map_location="cpu", weights_only=True)
+    source = _require(folder)
+    with _damage_is_named(source):
+        return torch.load(source / META, map_location="cpu", weights_only=True)
 
 
 def read_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Whole shape and dtype of every tensor in the checkpoint. Any rank may call alone."""
-    metadata = dcp.FileSystemReader(_require(folder)).read_metadata().state_dict_metadata
+    source = _require(folder)
+    with _damage_is_named(source):
+        metadata = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -84,8 +88,19 @@ def read_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Shard]) -
     if faults:
         raise CheckpointError(f"checkpoint {source} does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))
     if wanted:
-        with _no_word_of_single_processes():
+        with _damage_is_named(source), _no_word_of_single_processes():
             dcp.load(dict(wanted), checkpoint_id=source, planner=LoadPlanner(), no_dist=True)
+
+
+@contextmanager
+def _damage_is_named(source: Path) -> Iterator[None]:
+    """Whatever a reader says of a file that is cut short or gone, say of which checkpoint."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        causes = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        told = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+        raise CheckpointError(f"checkpoint {source} is damaged or incomplete: {told}") from error
 
 
 def _begin(target: Path, partial: Path) -> None:

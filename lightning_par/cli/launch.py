@@ -17,11 +17,12 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class Job:
 
     config: dict[str, Any]
     logging: dict[str, Any]
+    launcher: int | None = None  # the process that started the ranks, if we did: they do not outlive it
 
 
 def run() -> None:
@@ -121,7 +123,7 @@ def _start_ranks(job: Job) -> dict[str, float]:
     )
     logging.disable(logging.CRITICAL)  # the agent's own words about a failed rank: the rank has said it better
     try:
-        return elastic_launch(launch, run_rank)(job)[0]
+        return elastic_launch(launch, run_rank)(replace(job, launcher=os.getpid()))[0]
     except ChildFailedError as error:
         obituary = _obituary(job, error.failures)
     finally:
@@ -187,6 +189,8 @@ def _follow(bulletin: Bulletin) -> None:
 
 def run_rank(job: Job) -> dict[str, float]:
     """One rank's share of a job, in a process whose environment names its rank."""
+    if job.launcher is not None:
+        threading.Thread(target=_end_with, args=(job.launcher,), daemon=True).start()
     _set_threads()
     _set_logging(job.logging)
     with _first_error_speaks(_error_file(job)):
@@ -194,6 +198,13 @@ def run_rank(job: Job) -> dict[str, float]:
 
         metrics, _ = train(OmegaConf.create(job.config))
     return metrics
+
+
+def _end_with(launcher: int) -> None:
+    """End this rank if the process that started it is killed: nobody would stop it then."""
+    while Path(f"/proc/{launcher}").exists() or not Path("/proc").exists():
+        time.sleep(2)
+    os._exit(1)
 
 
 def _set_threads() -> None:

@@ -107,6 +107,7 @@ def shard_batch(batch: Any, group: Group) -> tuple[ShardedBatch, int]:
             "make sequences longer"
         )
     padded = _is_padded(batch, ids_BT)
+    _require_token_labels(batch, ids_BT)
     whole = {**batch, "position_ids": _positions(batch, ids_BT)}
     if isinstance(whole.get("labels"), Tensor) and whole["labels"].shape == ids_BT.shape and whole.get("shift_labels") is None:
         whole["shift_labels"] = _shifted(whole["labels"])
@@ -131,6 +132,16 @@ def _input_ids(batch: Any) -> Tensor:
         f"context parallelism got {what}; it needs a dict with 'input_ids' [batch, tokens] to know what to cut (further tensors "
         "[batch, tokens, ...] are cut with it): let the dataset or the collate function return such a dict, or set cp=1"
     )
+
+
+def _require_token_labels(batch: Mapping[str, Any], ids_BT: Tensor) -> None:
+    """A loss over whole sequences is no sum of losses over shards of them."""
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.shape[:2] != ids_BT.shape:
+        raise UnsupportedBatchError(
+            f"labels of shape {tuple(labels.shape)} are not one a token, as input_ids {tuple(ids_BT.shape)} are: a loss over whole "
+            "sequences (classification, say) cannot be put together from shards of them; set cp=1"
+        )
 
 
 def _described(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -68,6 +69,10 @@ class HybridParallelStrategy(ParallelStrategy):
         **layout_fields: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(zero_options, ZeroOptions | Mapping | None):
+            raise TypeError(f"zero_options={zero_options!r}: give ZeroOptions, or its fields as a dict")
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout={timeout!r}: give a datetime.timedelta, as in timedelta(minutes=30)")
         self.zero_options = zero_options if isinstance(zero_options, ZeroOptions) else ZeroOptions(**(zero_options or {}))
         self.requested = _layout_of(layout, layout_fields)
         self.timeout = timeout
@@ -497,6 +502,8 @@ _FOLDER = "lightning_par_folder"
 
 def _layout_of(layout: ParallelLayout | None, fields: dict[str, Any]) -> ParallelLayout:
     known = ParallelLayout.__dataclass_fields__
+    if layout is not None and not isinstance(layout, ParallelLayout):
+        raise TypeError(f"layout={layout!r}: give a ParallelLayout, or its fields as keywords: HybridParallelStrategy(tp=2, pp=2)")
     if unknown := [name for name in fields if name not in known]:
         raise TypeError(f"unknown layout fields {', '.join(unknown)}: choose among {', '.join(known)}")
     return replace(layout, **fields) if layout is not None else ParallelLayout(**fields)
@@ -514,6 +521,12 @@ def _loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer
         found.append(
             f"a WeightAveraging callback with tp={layout.tp}, pp={layout.pp}: it keeps a copy of the whole module, which no rank has then; "
             "use data, ZeRO or context parallelism with it"
+        )
+    swa = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)
+    if swa and (layout.tp * layout.pp > 1 or layout.zero == 3):
+        found.append(
+            f"the StochasticWeightAveraging callback with tp={layout.tp}, pp={layout.pp}, zero={layout.zero}: it works on a copy of the "
+            "whole module; use data or context parallelism with zero at most 2, or a WeightAveraging callback, which takes zero=3 too"
         )
     norms = [name for name, submodule in module.named_modules() if isinstance(submodule, _BatchNorm)]
     if norms and (layout.pp > 1 or layout.cp > 1):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_par.comm import Mesh
 from lightning_par.context import RingAttention, ShardedBatch, ring_attention, shard_batch, verify_step
-from lightning_par.numerics import IGNORED_LABEL, batch_size, loss_weight
+from lightning_par.numerics import IGNORED_LABEL, LabelWatch, batch_size, loss_weight
 from lightning_par.pipeline import Pipeline
 from lightning_par.strategy.agree import Agreement
 from lightning_par.strategy.logs import recording
@@ -91,21 +91,28 @@ class StepRunner:
         assert self.pipeline is not None
         pieces = self._pieces(args[0], self._count(args[0]))
         losses: list[Tensor] = []
+        watch = LabelWatch() if self.pipeline.is_last and "train" not in self._verified else None
 
         with recording(self.module, self.device, deferred=True) as log:
 
             def forward(m: int) -> Tensor:
                 log.weight = pieces[m].share
-                with context(), log.attempt():
+                if watch is not None:
+                    watch.next_piece()
+                with context(), log.attempt(), watch or nullcontext():
                     loss = self._loss_of(step(pieces[m].batch, *args[1:], **kwargs))
                 if loss is None:
                     raise RuntimeError("training_step returned no loss: under a pipeline a batch cannot be skipped")
+                if watch is not None:
+                    self._refuse_nan(loss, pieces[m].share)
                 losses.append(loss.detach())
                 return loss * (pieces[m].share * multiplier).to(loss.dtype)
 
             with self.attention(), data_parallel.hold():
                 self.pipeline.forward_backward(forward, [("train", signature(piece.batch)) for piece in pieces])
-        if self.pipeline.is_last:
+        if watch is not None:
+            if self.mesh.cp.size == 1:
+                watch.require([piece.share for piece in pieces])
             self._verify("train", pieces[0].batch)
         value = self.agreement.reach(log, losses, [piece.share for piece in pieces[: len(losses)]], batch_size(args[0]))
         return value.requires_grad_()
@@ -166,9 +173,20 @@ class StepRunner:
 
     def _verify(self, step: str, batch: Any) -> None:
         """Once for each step: one that ran on a shard of a sequence must have used what makes it right there."""
-        if self._ring is not None and step not in self._verified:
-            verify_step(batch, self._ring)
+        if step not in self._verified:
             self._verified.add(step)
+            if self._ring is not None:
+                verify_step(batch, self._ring)
+
+    def _refuse_nan(self, loss: Tensor, share: Tensor) -> None:
+        """The first batch: what stands in for modules of other stages answers NaN, so that using it is not mistaken for a result."""
+        if share > 0 and loss.isnan().any():
+            before = ", ".join(self.pipeline.placement.before) or "nothing"
+            raise RuntimeError(
+                "the loss of the first batch is NaN on the last pipeline stage. Unless it is in one process too, the model uses after its "
+                f"layers (or inside layers of later stages) what only the first stage computes; there are: {before}. Pass it through the "
+                "layers' outputs, register modules that are used after the layers behind them, or use pp=1"
+            )
 
     def _loss_of(self, output: Any) -> Tensor | None:
         if not isinstance(output, Mapping):

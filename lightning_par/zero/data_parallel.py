@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_par.comm import DONE, Work
 from lightning_par.layout import ShardSpec, Span
 from lightning_par.numerics import GradientShard
-from lightning_par.zero.bucket import Bucket, ReduceGroups
+from lightning_par.zero.bucket import Bucket, ReduceGroups, State
 from lightning_par.zero.elementwise import is_elementwise, needs_whole_model
 from lightning_par.zero.options import STAGES, ZeroOptions
 from lightning_par.zero.plan import ParameterInfo, plan_buckets
@@ -281,6 +281,16 @@ class DataParallel:
                 "only a part of them: use zero=0"
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        if needs_whole_model(optimizer) and self.groups.tp.size * self.groups.pp.size > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} computes with all parameters at once, but with tp={self.groups.tp.size}, "
+                f"pp={self.groups.pp.size} a rank has only a part of them: use tp=1 and pp=1"
+            )
+        if not is_elementwise(optimizer) and (parts := [self._info[p].name for p in params if not self._info[p].spec.is_whole]):
+            raise ValueError(
+                f"{type(optimizer).__name__} is not known to work element by element, but tp={self.groups.tp.size} leaves a rank only a "
+                f"part of {parts[0]}{' and others' if parts[1:] else ''}: use it with tp=1, or give it only parameters that tp does not cut"
+            )
         cut = any(
             not bucket.plan.kind.whole for bucket in self.buckets if bucket.stage.shards_optimizer and set(params) & set(bucket.params)
         )
@@ -390,12 +400,17 @@ class DataParallel:
     def _launch(self, bucket: Bucket) -> None:
         bucket.launch()
         self._next += 1
-        if self.residency is not None and bucket.stage.frees_values:
+        if self.residency is not None and bucket.stage.frees_values and self._is_done(bucket.plan.kind.unit):
             self.residency.done(-bucket.plan.kind.unit)
         if self.kept.shards_optimizer:
             while self._next - self._collected > IN_FLIGHT:
                 self.reduced[self._collected].collect()
                 self._collected += 1
+
+    def _is_done(self, unit: int) -> bool:
+        """Backward needs the unit no more: all its gradients came, and nothing in it is frozen (that could still be needed)."""
+        members = [bucket for bucket in self.buckets if bucket.stage.frees_values and bucket.plan.kind.unit == unit]
+        return all(bucket.plan.kind.trained and bucket.state in (State.REDUCING, State.REDUCED) for bucket in members)
 
     def _used_anywhere(self) -> Iterator[bool]:
         """For each parameter of each bucket, in order: some data rank used it. One small reduction; read back only where it matters."""

@@ -79,6 +79,7 @@ _HARMLESS = frozenset(
         *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
         *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad", "_grad")),
         *(getattr(torch.Tensor, name) for name in _METHODS),
+        *(getattr(torch, name) for name in ("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like")),
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,

@@ -170,3 +170,17 @@ def test_Z7_scalars_flags_empty_and_low_precision_tensors_come_back(tmp_path: Pa
     assert read["step"].data == 7.0
     assert read["flags"].data.tolist() == [True, False, True]
     assert torch.equal(read["half"].data, torch.full((3,), 0.1, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", "meta.pt", ".metadata"])
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_damage_is_named(tmp_path: Path, damaged: str, how: str) -> None:
+    folder = tmp_path / "last"
+    run_world(_save, 1, folder)
+    file = folder / damaged
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"last is (damaged or incomplete|not a complete checkpoint)"):
+        _assert_holds(folder, 1.0) if is_native(folder) else read_meta(folder)

@@ -1,12 +1,17 @@
 """The command as a user runs it: processes, folders, messages, exit codes."""
 
+import os
 import re
+import signal
 import subprocess
+import sys
+import time
 
 import pytest
 import yaml
 
 from tests.cli.conftest import TINY
+from tests.harness.world import ROOT
 
 FAILING = """
 import os, time
@@ -107,3 +112,33 @@ def test_h7_each_rank_logs_to_the_job_log_with_its_number(lightning_par, tmp_pat
     (log,) = (tmp_path / "runs").glob("*/train.log")
     for rank in (0, 1):
         assert re.search(rf"\[rank {rank}\].*hello from {rank}", log.read_text())
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_command_that_is_killed(tmp_path):
+    settings = [*TINY, "trainer.devices=2", "trainer.max_steps=1000000", "trainer.val_check_interval=null", "logger=none"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = subprocess.Popen([sys.executable, "-m", "lightning_par", "train", *settings], cwd=tmp_path, env=environment)
+    deadline = time.monotonic() + 90
+    while not list(tmp_path.glob("runs/*/.hydra")) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    time.sleep(10)
+    processes = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    ours = [pid for pid in processes if str(tmp_path) in _folder_of(pid) and pid != command.pid]
+    assert ours, "the ranks have started"
+    command.kill()
+    command.wait()
+    deadline = time.monotonic() + 15
+    while any(str(tmp_path) in _folder_of(pid) for pid in ours) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    left = [pid for pid in ours if str(tmp_path) in _folder_of(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def _folder_of(pid):
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")
+    except OSError:
+        return ""
