@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.lightning-par-ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-slow lint
+.PHONY: setup demo test test-slow test-gpu lint
 
 setup: $(READY)
 
@@ -23,6 +23,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m slow || test $$? -eq 5  # 5: no test is marked slow
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -q -m gpu
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -49,7 +49,8 @@ class HybridParallelStrategy(ParallelStrategy):
         layout: the degrees of all axes; or give its fields as keywords.
         zero_options: bucket size, prefetching and the like: a ``ZeroOptions`` or its fields as a dict.
         timeout: of a collective: how long a rank waits for the others.
-        layout_fields: the fields of ``ParallelLayout``: dp, tp, pp, cp, zero, replicate, schedule, microbatches.
+        layout_fields: the fields of ``ParallelLayout``: dp, tp, pp, cp, zero, replicate, schedule, chunks,
+            microbatches.
 
     Raises:
         LayoutError: for a layout that cannot run, with every reason: at once where the fields alone tell, and when a run starts, before
