@@ -13,6 +13,20 @@ from lightning_par.strategy import config_facts
 from lightning_par.zero import ZeroOptions
 
 
+def check_strategy(config: DictConfig) -> None:
+    """A strategy of Lightning's knows nothing of the group `parallel`.
+
+    Raises:
+        LayoutError: both are chosen.
+    """
+    chosen = {field: value for field, value in config.parallel.items() if value != getattr(ParallelLayout, field, value)}
+    if chosen:
+        told = ", ".join(f"parallel.{field}={value}" for field, value in chosen.items())
+        raise LayoutError(
+            [f"trainer.strategy={config.trainer.strategy} replaces the whole group parallel, but {told} is set: leave one of them out"]
+        )
+
+
 def check_layout(config: DictConfig) -> ParallelLayout:
     """The layout with `dp` as a number, or a LayoutError with everything that is wrong with it."""
     layout = ParallelLayout(**{field: value for field, value in config.parallel.items() if field != "zero_options"})

@@ -31,7 +31,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_par
-from lightning_par.cli.check import check_layout, check_world, local_world_size
+from lightning_par.cli.check import check_layout, check_strategy, check_world, local_world_size
 from lightning_par.layout import LayoutError
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def _job(config: DictConfig) -> Job:
     try:
         if "RANK" in os.environ:
             check_world(config.trainer)
-        if config.trainer.strategy is None:
-            check_layout(config)
+        check_layout(config) if config.trainer.strategy is None else check_strategy(config)
     except LayoutError as error:
         sys.exit(f"lightning-par train: {error}")
     resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)

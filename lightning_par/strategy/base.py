@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_par.checkpoint import CheckpointError, Shard, collect, is_native, plain, read_index, read_meta, read_tensors, save
 from lightning_par.comm import Meeting, Mesh
 from lightning_par.layout import LayoutError, ParallelLayout, RankGrid
+from lightning_par.pipeline import PipelineError, place
 from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
@@ -33,6 +34,7 @@ from lightning_par.strategy.facts import model_facts
 from lightning_par.strategy.sampling import ReplicaSampler
 from lightning_par.strategy.steps import Step, StepRunner
 from lightning_par.strategy.weight_averaging import averages, open_weights
+from lightning_par.tensor import PlanError, resolve_plan
 from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions, synchronize_batch_norms
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -161,10 +163,17 @@ class HybridParallelStrategy(ParallelStrategy):
         violations = self.requested.violations(self.num_nodes * self.num_processes, facts)
         if module is not None and self._fits(trainer):
             violations += _loop_violations(self.requested, module, trainer)
+        if module is not None and self._is_whole(module) and not violations:
+            violations += _module_violations(self.requested, module)
         if trainer.state.fn == TrainerFn.PREDICTING and self.requested.cp > 1:
             violations.append(f"predict with cp={self.requested.cp}: outputs of context shards are not joined; use a layout with cp=1")
         if violations:
             raise LayoutError(violations)
+
+    def _is_whole(self, module: pl.LightningModule) -> bool:
+        """The user has built the module, and no axis has cut it yet."""
+        is_built = type(module).configure_model is pl.LightningModule.configure_model or self._mesh is not None
+        return is_built and (self._assembled is None or self._assembled.module is not module)
 
     @override
     def setup_environment(self) -> None:
@@ -508,6 +517,22 @@ def _layout_of(layout: ParallelLayout | None, fields: dict[str, Any]) -> Paralle
     if unknown := [name for name in fields if name not in known]:
         raise TypeError(f"unknown layout fields {', '.join(unknown)}: choose among {', '.join(known)}")
     return replace(layout, **fields) if layout is not None else ParallelLayout(**fields)
+
+
+def _module_violations(layout: ParallelLayout, module: pl.LightningModule) -> list[str]:
+    """What tp and pp would say of the module once ranks run."""
+    found = []
+    try:
+        if layout.tp > 1:
+            resolve_plan(module)
+    except PlanError as error:
+        found.append(f"tp={layout.tp}: {error}")
+    try:
+        if layout.pp > 1:
+            place(module, layout.pp * layout.chunks)
+    except PipelineError as error:
+        found.append(f"pp={layout.pp}: {error}")
+    return found
 
 
 def _loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer: pl.Trainer) -> list[str]:

@@ -1,7 +1,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_par.cli.check import check_layout, check_world, local_world_size
+from lightning_par.cli.check import check_layout, check_strategy, check_world, local_world_size
 from lightning_par.layout import LayoutError
 
 
@@ -62,3 +62,12 @@ def test_ranks_started_from_outside_must_be_as_many_as_the_config_says():
     check_world(config(devices=4).trainer, {"WORLD_SIZE": "4"})
     with pytest.raises(LayoutError, match=r"WORLD_SIZE=2 .* asks for 4"):
         check_world(config(devices=4).trainer, {"WORLD_SIZE": "2"})
+
+
+def test_a_strategy_of_lightning_beside_a_parallel_layout_is_refused():
+    chosen = config({"tp": 2})
+    chosen.trainer.strategy = "ddp"
+    with pytest.raises(LayoutError, match=r"trainer\.strategy=ddp replaces the whole group parallel, but parallel\.tp=2 is set"):
+        check_strategy(chosen)
+    chosen.parallel.tp = 1
+    check_strategy(chosen)
