@@ -160,6 +160,8 @@ class HybridParallelStrategy(ParallelStrategy):
         """Before any process starts: every rule of the layout, and what a LightningModule must not do under it."""
         module = self.lightning_module
         facts = model_facts(module, data) if module is not None else None
+        if facts is not None and not self._fits(trainer):  # evaluation takes fewer micro-batches where a batch is small
+            facts = replace(facts, batch=None)
         violations = self.requested.violations(self.num_nodes * self.num_processes, facts)
         if module is not None and self._fits(trainer):
             violations += _loop_violations(self.requested, module, trainer)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_par.layout import ModelFacts
 
@@ -25,12 +26,16 @@ def config_facts(config: Any) -> ModelFacts:
 
 
 def model_facts(module: nn.Module, data: object = None) -> ModelFacts:
-    """The facts in the ``config`` of ``module`` and its submodules, the outermost first, and the sequence length of a datamodule."""
+    """The facts in the ``config`` of ``module`` and its submodules, the outermost first, and what its data tells.
+
+    ``data``: a datamodule with a ``sequence_length``, or a dataloader, whose batches are those of one replica.
+    """
     facts = ModelFacts()
     for submodule in module.modules():
         facts = facts | config_facts(getattr(submodule, "config", None))
     sequence = getattr(data, "sequence_length", None)
-    return facts | ModelFacts(sequence=sequence if _is_count(sequence) else None)
+    batch = data.batch_size if isinstance(data, DataLoader) else None
+    return facts | ModelFacts(sequence=sequence if _is_count(sequence) else None, batch=batch)
 
 
 def _get(config: Any, key: str) -> Any:

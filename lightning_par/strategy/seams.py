@@ -57,8 +57,8 @@ class CheckedLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
-        given = (value for value in (*args, *kwargs.values()) if isinstance(value, pl.LightningDataModule))  # not yet the Trainer's
-        self._check(trainer, next(given, None))
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, pl.LightningDataModule | DataLoader)]
+        self._check(trainer, given[0] if given else None)  # the Trainer itself does not know it yet
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def end_others(self) -> None:

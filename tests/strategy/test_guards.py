@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_par import HybridParallelStrategy
+from lightning_par import HybridParallelStrategy, LayoutError
 from tests.harness import WorldError
 from tests.harness.parity import assert_same, fit, fit_world
 
@@ -149,3 +149,10 @@ def test_a_loss_over_whole_sequences_is_refused_under_context_parallelism() -> N
 def test_arguments_of_the_wrong_kind_are_named(given: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=f"{next(iter(given))}="):
         HybridParallelStrategy(**given)
+
+
+def test_more_micro_batches_than_samples_are_refused_before_anything_starts() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=HybridParallelStrategy(pp=2, microbatches=7), logger=False, max_steps=1)
+    with pytest.raises(LayoutError, match=r"microbatches=7 cannot be cut from a replica's batch of 6 samples"):
+        trainer.fit(Net(), rows())
+    assert not torch.distributed.is_initialized()
