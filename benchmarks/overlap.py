@@ -96,6 +96,7 @@ class Bench:
     layers: int
     elements: int  # of a layer
     nap: list[float]  # seconds, in a list so that it can change between steps
+    apart: dist.ProcessGroup  # for values
 
     def model(self) -> nn.Sequential:
         gradient = torch.ones(self.elements)
@@ -104,7 +105,8 @@ class Bench:
     def ours(self, stage: int, *, talks: bool) -> Subject:
         size, index = dist.get_world_size(), dist.get_rank()
         everyone = (Group if talks else Silent)("data", tuple(range(size)), index, dist.group.WORLD)
-        groups = ReduceGroups(everyone, Group("replicate"), everyone, size, Group("pp"), Group("tp"))
+        values = (Group if talks else Silent)("values", tuple(range(size)), index, self.apart)
+        groups = ReduceGroups(everyone, values, Group("replicate"), everyone, size, Group("pp"), Group("tp"))
         model = self.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data_parallel = parallelize(model, optimizer, groups, stage, ZeroOptions(bucket_mb=4 * self.elements / 2**20))
@@ -190,7 +192,7 @@ def main(arguments: list[str]) -> int:
         return launch("benchmarks.overlap", arguments, ranks=options.ranks, link=options.link)
     warnings.filterwarnings("ignore")
     rank, _ = join()
-    bench = Bench(options.layers, options.elements, [0.0])
+    bench = Bench(options.layers, options.elements, [0.0], dist.new_group())
     overlaps = measure(bench, options.variants, options.nap / 1e3, options.rounds)
     status = 0
     if rank == 0:

@@ -2,6 +2,7 @@
 
 from lightning_par.comm.group import DONE, Group, Work
 from lightning_par.comm.lanes import Lanes
+from lightning_par.comm.later import Later
 from lightning_par.comm.meeting import Meeting
 from lightning_par.comm.mesh import Mesh
 from lightning_par.comm.p2p import Message, exchange
@@ -12,6 +13,7 @@ __all__ = [
     "DONE",
     "Group",
     "Lanes",
+    "Later",
     "Meeting",
     "Mesh",
     "Message",

@@ -1,21 +1,20 @@
 """Group: ranks that communicate. A group of one is a no-op, decided here and nowhere else.
 
-Note [Exchanges on gloo]
-~~~~~~~~~~~~~~~~~~~~~~~~
-gloo's reduce_scatter puts as many bytes on the wire as its all_reduce, twice what is needed, and copies its input in the calling
-thread. So on gloo reduce_scatter is sends and receives of slices, added up in rank order by whoever waits, and all_gather sends and
-receives straight into the output's slices. All-reduce stays the backend's own, and so does everything on NCCL. A mean is never asked of a
-backend (gloo has summed where AVG was meant, pytorch#162338): callers give a ``scale``.
+Note [Reduce-scatter and all-gather on gloo]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+gloo's own reduce_scatter puts as many bytes on the wire as its all_reduce, twice what is needed, and its all_gather copies everything once
+more. So on gloo a reduce_scatter is an all_to_all of slices, added up in rank order, and an all_gather a broadcast of each rank's slice
+into its place. What is left to compute then is done by gloo's own thread as soon as the slices are there, so that nobody has to wait for
+it. All-reduce stays the backend's own, and so does everything on NCCL. A mean is never asked of a backend (gloo has summed where AVG was
+meant, pytorch#162338): callers scale.
 
-gloo pairs sends and receives between two ranks by tag, and those of one tag in the order in which they are posted. Groups of several axes
-may share a process group, so each exchange draws a tag of its own when it is called, which all ranks of its group do in the same order.
+The calls of one process group must come in the same order on all ranks. Where two kinds of calls may interleave differently (values
+that are gathered when a rank needs them, gradients that are reduced when it has them), each kind has a process group of its own; see Mesh.
 """
 
 from __future__ import annotations
 
-import itertools
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
@@ -81,8 +80,6 @@ class Group:
     handle: dist.ProcessGroup | None = None
     trace: Trace = field(default_factory=Trace, repr=False, compare=False)
     timeout: timedelta | None = None
-    _gathers: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
-    _reductions: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -96,36 +93,28 @@ class Group:
         """There is nobody to talk to, or nothing to say (a meta tensor has a shape only)."""
         return self.size == 1 or tensor.is_meta or not tensor.numel()
 
-    @property
-    def channel(self) -> int:
-        """The first of this group's tags; groups of other names on the same ranks have others. See Note [Exchanges on gloo]."""
-        return (zlib.crc32(self.name.encode()) % 2047 + 1) << 20
-
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, scale: float = 1.0, async_op: bool = False) -> Work:
-        """Combine ``tensor`` over the group, in place, on every rank, and multiply it by ``scale``."""
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, async_op: bool = False) -> Work:
+        """Combine ``tensor`` over the group, in place, on every rank."""
         if self._is_silent(tensor):
-            _scale(tensor, scale)
             return DONE
         self.trace.add("all_reduce", self.name, 2 * tensor.numel() * (self.size - 1) // self.size, tensor)
-        work = _Works([dist.all_reduce(tensor, _OPS[op], group=self.handle, async_op=True)], lambda: _scale(tensor, scale))
-        return _started(work, async_op)
+        return _started(_Works([dist.all_reduce(tensor, _OPS[op], group=self.handle, async_op=True)]), async_op)
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, *, scale: float = 1.0, async_op: bool = False) -> Work:
-        """Sum ``whole`` (size · out.numel() elements, flat) over the group; rank i keeps slice i, times ``scale``, in ``out``.
+    def reduce_scatter(self, out: Tensor, whole: Tensor, *, async_op: bool = False) -> Work:
+        """Sum ``whole`` (size · out.numel() elements, flat) over the group; rank i keeps slice i in ``out``.
 
         ``out`` may be this rank's slice of ``whole``; the other slices of ``whole`` are left as they are.
         """
         if self._is_silent(out):
             if out.data_ptr() != whole.data_ptr():
                 out.copy_(whole)
-            _scale(out, scale)
             return DONE
         self.trace.add("reduce_scatter", self.name, out.numel() * (self.size - 1), out)
         if self._is_gloo:
-            work: Work = self._reduce_by_exchange(out, whole, scale)
-        else:
-            work = _Works([dist.reduce_scatter_tensor(out, whole, group=self.handle, async_op=True)], lambda: _scale(out, scale))
-        return _started(work, async_op)
+            received = torch.empty_like(whole)
+            work = dist.all_to_all_single(received, whole, group=self.handle, async_op=True)
+            return _started(_followed(work, lambda: _add(received.view(self.size, -1), out), whole), async_op)
+        return _started(_Works([dist.reduce_scatter_tensor(out, whole, group=self.handle, async_op=True)]), async_op)
 
     def all_gather(self, whole: Tensor, mine: Tensor, *, async_op: bool = False) -> Work:
         """Fill ``whole`` (size · mine.numel() elements, flat) with every rank's ``mine``, in rank order.
@@ -138,10 +127,14 @@ class Group:
             return DONE
         self.trace.add("all_gather", self.name, mine.numel() * (self.size - 1), mine)
         if self._is_gloo:
-            work: Work = self._gather_by_exchange(whole, mine)
+            parts = list(whole.view(self.size, -1))
+            place, parts[self.index] = parts[self.index], mine
+            works = [dist.broadcast(part, rank, group=self.handle, async_op=True) for part, rank in zip(parts, self.ranks, strict=True)]
+            if mine.data_ptr() != place.data_ptr():
+                works[self.index] = _followed(works[self.index], lambda: place.copy_(mine), mine)
         else:
-            work = _Works([dist.all_gather_into_tensor(whole, mine, group=self.handle, async_op=True)])
-        return _started(work, async_op)
+            works = [dist.all_gather_into_tensor(whole, mine, group=self.handle, async_op=True)]
+        return _started(_Works(works), async_op)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, async_op: bool = False) -> Work:
         """Overwrite ``tensor`` with that of the rank at index ``source``."""
@@ -171,45 +164,24 @@ class Group:
         if self.size > 1:
             dist.barrier(group=self.handle)
 
-    def _reduce_by_exchange(self, out: Tensor, whole: Tensor, scale: float) -> Work:
-        """See Note [Exchanges on gloo]."""
-        slices = whole.view(self.size, -1)
-        received = whole.new_empty(self.size - 1, out.numel())
-        parts = list(received)
-        parts.insert(self.index, slices[self.index])
 
-        def add() -> None:
-            if self.size == 2 and scale == 0.5:
-                torch.lerp(parts[0], parts[1], 0.5, out=out)
-                return
-            total = parts[0] + parts[1]
-            for part in parts[2:]:
-                total.add_(part)
-            torch.mul(total, scale, out=out)
-
-        tag = self.channel + next(self._reductions) % (1 << 19)
-        return _Works(self._exchange(sends=slices, receives=parts, tag=tag), add)
-
-    def _gather_by_exchange(self, whole: Tensor, mine: Tensor) -> Work:
-        """See Note [Exchanges on gloo]."""
-        slices = whole.view(self.size, -1)
-        tag = self.channel + (1 << 19) + next(self._gathers) % (1 << 19)
-        works = self._exchange(sends=[mine] * self.size, receives=slices, tag=tag)
-        if mine.data_ptr() != slices[self.index].data_ptr():
-            slices[self.index].copy_(mine)
-        return _Works(works)
-
-    def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor], tag: int) -> list[Any]:
-        """Start sending ``sends[i]`` to, and receiving ``receives[i]`` from, every other rank i."""
-        others = [(self.index + step) % self.size for step in range(1, self.size)]
-        ops = [dist.P2POp(dist.irecv, receives[i], self.ranks[i], self.handle, tag) for i in others]
-        ops += [dist.P2POp(dist.isend, sends[i], self.ranks[i], self.handle, tag) for i in reversed(others)]
-        return dist.batch_isend_irecv(ops)
+def _add(parts: Tensor, out: Tensor) -> None:
+    """The sum of two or more parts, in order."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
 
 
-def _scale(tensor: Tensor, scale: float) -> None:
-    if scale != 1.0:
-        tensor.mul_(scale)
+def _followed(work: Any, then: Callable[[], object], tensor: Tensor) -> Any:
+    """``work`` on gloo, and ``then``: for CPU tensors in gloo's own thread, for CUDA ones by whoever waits, whose stream is known."""
+    if tensor.is_cuda:
+        return _Works([work], then)
+
+    def run(future: torch.futures.Future) -> None:
+        future.value()  # raises what the communication raised
+        then()
+
+    return work.get_future().then(run)
 
 
 def _started(work: Work, async_op: bool) -> Work:

@@ -6,6 +6,9 @@ A process group made after the default one has its backend's default timeout, no
 for it, and set later it does not reach gloo's sends and receives. So the groups are made one by one with their timeout. Along given
 axes they are a partition of the ranks: each rank makes exactly one group, its own, and all ranks go through the axes in the same
 order. So nobody waits for a group it is not in, and where NCCL splits the default communicator, all ranks come to every split.
+
+Groups of the same ranks share a process group, but for ``shard``, ``values`` and ``replicate``: a rank that used all its parameters
+reduces gradients during backward, one that did not only after it, so these calls interleave differently with all others.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class Mesh:
     Attributes:
         pp, dp, cp, tp: the ranks along one axis.
         data: over dp · cp, where gradients are reduced.
-        shard: of those, the ranks among which ZeRO shards.
+        shard: of those, the ranks among which ZeRO shards; their gradients are reduced here.
+        values: the same ranks; their values are gathered here.
         replicate: of those, the ranks that hold equal shards.
         copy: over pp · shard · cp · tp, the ranks that hold one full copy of everything that is sharded.
         model: over pp · tp, the ranks that hold different parameters for the same data.
@@ -43,6 +47,7 @@ class Mesh:
     tp: Group
     data: Group
     shard: Group
+    values: Group
     replicate: Group
     copy: Group
     model: Group
@@ -63,15 +68,18 @@ class Mesh:
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
         grid, trace = RankGrid(layout), Trace()
-        handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {(rank,): None}  # axes that differ in axes of size 1 share a handle
+        handles: dict[tuple[int, ...], dist.ProcessGroup] = {}  # axes that differ in axes of size 1 share a handle
         if len(everyone := tuple(grid.peers(rank, *AXES))) > 1:
             handles[everyone] = dist.group.WORLD
 
-        def group(*axes: str) -> Group:
+        def group(*axes: str, apart: bool = False) -> Group:
             ranks = tuple(grid.peers(rank, *axes))
-            if ranks not in handles:
-                handles[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-            return Group("·".join(axes), ranks, ranks.index(rank), handles[ranks], trace, timeout)
+            handle = handles.get(ranks)
+            if len(ranks) > 1 and (apart or handle is None):
+                handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+                if not apart:
+                    handles[ranks] = handle
+            return Group("·".join(axes), ranks, ranks.index(rank), handle, trace, timeout)
 
         return cls(
             grid=grid,
@@ -81,8 +89,9 @@ class Mesh:
             cp=group("cp"),
             tp=group("tp"),
             data=group("dp", "cp"),
-            shard=group("shard", "cp"),
-            replicate=group("replicate"),
+            shard=group("shard", "cp", apart=True),
+            values=group("shard", "cp", apart=True),
+            replicate=group("replicate", apart=True),
             copy=group("pp", "shard", "cp", "tp"),
             model=group("pp", "tp"),
             batch=group("pp", "dp", "cp"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_par.comm import Mesh
+from lightning_par.comm import Later, Mesh
 from lightning_par.strategy.logs import CELLS, Logged, LogRecorder, name_hash
 
 LOSS = ""
@@ -20,7 +20,7 @@ class Agreement:
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self.mesh, self.device = mesh, device
         self._options: dict[float, dict[str, dict[str, Any]]] = {}  # by hash: the names that travel, in order, and their options
-        self._unchecked: tuple[Tensor, torch.cuda.Event | None, float, list[str]] | None = None
+        self._unchecked: tuple[Later, float, list[str]] | None = None
 
     def reach(self, log: LogRecorder, losses: list[Tensor], shares: list[Tensor], samples: int | None = None) -> Tensor:
         """Agree on the loss and the logged values of a batch, log them, and return the loss (0-dim, float64). All ranks call.
@@ -74,24 +74,16 @@ class Agreement:
     def _check(self, found: Tensor, wanted: float, names: list[str]) -> None:
         """Raise if ranks meant different names. On devices that run behind the host, the number is read when the next batch comes."""
         self._check_last()
-        if found.device.type == "cpu":
-            host, ready = found, None
-        else:
-            host = torch.empty(1, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
-        self._unchecked = (host, ready, wanted, names)
-        if ready is None:
+        self._unchecked = (Later(found), wanted, names)
+        if not found.is_cuda:
             self._check_last()
 
     def _check_last(self) -> None:
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is None:
             return
-        host, ready, wanted, names = unchecked
-        if ready is not None:
-            ready.synchronize()
-        if host.item() != wanted:
+        found, wanted, names = unchecked
+        if found.read().item() != wanted:
             raise _disagreement(names)
 
     def _extremes(self, mine: dict[str, Logged], values: dict[str, Tensor], options: dict[str, dict[str, Any]]) -> None:

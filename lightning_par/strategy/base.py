@@ -248,6 +248,8 @@ class HybridParallelStrategy(ParallelStrategy):
         module = self._lightning_module
         self._open_weights.close()
         if self._data_parallel is not None and self.layout.zero == 3:  # values stay sharded: no rank may have room for all of them
+            if not module.trainer.interrupted:
+                self._data_parallel.require_alike()
             self._data_parallel.release()
             self._lightning_module = None
         elif self._data_parallel is not None:
@@ -433,6 +435,8 @@ class HybridParallelStrategy(ParallelStrategy):
             raise TypeError("storage_options are for a CheckpointIO plugin; this strategy writes its own sharded folders")
         if not self._all_come_to_save(filepath):
             return
+        if self._data_parallel is not None:
+            self._data_parallel.require_alike()
         tensors = {f"{state.MODEL}.{name}": shard for name, shard in checkpoint.pop("state_dict").items()}
         optimizers = checkpoint.pop("optimizer_states", [])
         for optimizer in optimizers:

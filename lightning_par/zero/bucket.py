@@ -24,6 +24,7 @@ class ReduceGroups:
 
     Attributes:
         shard: ranks that saw different samples or tokens and share the optimizer's work: gradients are reduce-scattered among them.
+        values: the same ranks, for gathering values: apart from ``shard`` since calls on the two may interleave differently on each rank.
         replicate: groups of such ranks that do the same work: over them each span is summed again.
         replicas: by how many samples' gradients are divided: context shards of one replica are pieces of one loss, so they only add.
         data: shard · replicate.
@@ -32,6 +33,7 @@ class ReduceGroups:
     """
 
     shard: Group
+    values: Group
     replicate: Group
     data: Group
     replicas: int
@@ -40,7 +42,7 @@ class ReduceGroups:
 
     @classmethod
     def of(cls, mesh: Mesh) -> ReduceGroups:
-        return cls(mesh.shard, mesh.replicate, mesh.data, mesh.layout.dp, mesh.pp, mesh.tp)
+        return cls(mesh.shard, mesh.values, mesh.replicate, mesh.data, mesh.layout.dp, mesh.pp, mesh.tp)
 
 
 class State(Enum):
@@ -69,23 +71,26 @@ class Bucket:
     ``stage.frees_values`` whole values between uses.
     """
 
-    def __init__(self, plan: BucketPlan, groups: ReduceGroups, stage: Stage) -> None:
+    def __init__(self, plan: BucketPlan, groups: ReduceGroups, stage: Stage, reduce_dtype: torch.dtype | None = None) -> None:
         self.plan, self.groups, self.stage = plan, groups, stage
         self.owned = plan.owned(groups.shard.size, groups.shard.index) if stage.shards_optimizer else Span(0, plan.size)
         self.device = plan.slots[0].info.param.device
         self.params = [slot.info.param for slot in plan.slots]
+        self.reduce_dtype = reduce_dtype or plan.kind.dtype
+        self.scale = 1.0 / groups.replicas
         self.state = State.IDLE
-        self.arrived: set[int] = set()  # in the backward pass that is to be reduced
+        self.taken: set[int] = set()  # whose gradients are here and no longer in the parameter: those of the pass that is to be reduced
         self.used = [False] * len(plan.slots)  # since the last publication
         self.shards: list[Shard] = []
-        self._grads: Tensor | None = None
+        self._grads = torch.empty(0)
         self._views: Sequence[Tensor] = ()
+        self._travelling: Tensor | None = None
         self._reduced: Tensor | None = None
         self._work: Work = DONE
         self._gathering: Work = DONE
         self._pins = 0
-        if not stage.frees_gradients and plan.kind.trained:
-            self._allocate_gradients()
+        if plan.kind.trained:
+            self._make_gradients()
         if stage.shards_optimizer:
             self._take_values()
 
@@ -100,12 +105,12 @@ class Bucket:
     @property
     def complete(self) -> bool:
         """Every parameter's gradient has come in during the backward pass that is to be reduced."""
-        return len(self.arrived) == len(self.plan.slots)
+        return len(self.taken) == len(self.plan.slots)
 
     def arrive(self, index: int, *, last: bool) -> None:
-        """Take in the gradient that autograd just left in a parameter's ``grad``: copied here the first time, added here after that.
+        """Take in the gradient that autograd just left in a parameter's ``grad``.
 
-        ``last``: it is to be reduced after this backward pass.
+        ``last``: it is to be reduced after this backward pass. Until then ``grad`` is a view of the bucket, for autograd to add to.
         """
         param = self.params[index]
         if self.state in (State.REDUCING, State.REDUCED):
@@ -115,32 +120,45 @@ class Bucket:
                 "finish() after every backward"
             )
         self.begin()
-        view = self._views[index]
-        if param.grad is not view:
-            view.copy_(param.grad)
-            param.grad = view
+        view, grad = self._views[index], param.grad
         if last:
-            self.arrived.add(index)
+            self._take(index, grad)
+            param.grad = None
+        elif grad is not view:
+            view.copy_(grad)
+            param.grad = view
+
+    def _take(self, index: int, grad: Tensor) -> None:
+        """A gradient's share of the mean, in its place in the bucket, in one pass over memory."""
+        view = self._views[index]
+        if index in self.taken:
+            view.add_(grad, alpha=self.scale)
+        elif grad is view:
+            view.mul_(self.scale)
+        else:
+            torch.mul(grad, self.scale, out=view)
+        self.taken.add(index)
 
     def launch(self) -> None:
         """Start the sum over the data ranks, which makes a mean over replicas. Parameters without a gradient here add zero."""
         self.begin()
-        assert self._grads is not None
         for index, param in enumerate(self.params):
-            self.used[index] = param.grad is not None
-            if param.grad is None:
-                self._views[index].zero_()
-            elif param.grad is not self._views[index]:  # somebody put another in its place
-                self._views[index].copy_(param.grad)
-            if self.stage.shards_optimizer:
+            if param.grad is not None:  # of backward passes that were not the last, or put there by somebody
+                self._take(index, param.grad)
                 param.grad = None
-        shard, scale = self.groups.shard, 1.0 / self.groups.replicas
-        if not self.stage.shards_optimizer:
-            self._reduced = self._grads
-            self._work = self.groups.shard.all_reduce(self._grads, scale=scale, async_op=True)
+            self.used[index] = index in self.taken
+            if not self.used[index]:
+                self._views[index].zero_()
+        self._reduced = self._grads.new_empty(self.owned.size) if self.stage.frees_gradients else self._grads[self.owned.slice()]
+        if self.reduce_dtype == self._grads.dtype:
+            whole, self._travelling = self._grads, self._reduced
         else:
-            self._reduced = self._grads.new_empty(self.owned.size) if self.stage.frees_gradients else self._grads[self.owned.slice()]
-            self._work = shard.reduce_scatter(self._reduced, self._grads, scale=scale, async_op=True)
+            whole = self._grads.to(self.reduce_dtype)
+            self._travelling = torch.empty_like(self._reduced, dtype=self.reduce_dtype) if self.stage.shards_optimizer else whole
+        if self.stage.shards_optimizer:
+            self._work = self.groups.shard.reduce_scatter(self._travelling, whole, async_op=True)
+        else:
+            self._work = self.groups.shard.all_reduce(self._travelling, async_op=True)
         self.state = State.REDUCING
 
     def collect(self) -> None:
@@ -148,13 +166,17 @@ class Bucket:
         if self.state is not State.REDUCING:
             return
         assert self._reduced is not None
+        assert self._travelling is not None
         self._work.wait()
         self._work = DONE
-        self.groups.replicate.all_reduce(self._reduced)
+        self.groups.replicate.all_reduce(self._travelling)
         if self.plan.kind.partial:
-            self.groups.tp.all_reduce(self._reduced)
+            self.groups.tp.all_reduce(self._travelling)
+        if self._travelling.dtype != self._reduced.dtype:
+            self._reduced.copy_(self._travelling)
+        self._travelling = None
         if self.stage.frees_gradients:
-            self._grads, self._views = None, ()
+            self._grads.untyped_storage().resize_(0)
         if not self.plan.kind.stages:
             self._merge(self._reduced)
         self.state = State.REDUCED
@@ -176,7 +198,7 @@ class Bucket:
             for param, view, is_used in zip(self.params, self._views, used, strict=True):
                 param.grad = view if is_used else None
         self._reduced = None
-        self.arrived.clear()
+        self.taken.clear()
         self.state = State.IDLE
 
     def _publish_shards(self, reduced: Tensor, used: dict[Slot, bool]) -> None:
@@ -212,7 +234,8 @@ class Bucket:
             return
         self.state = State.COLLECTING
         if self.stage.frees_gradients:
-            self._allocate_gradients()
+            self._grads.untyped_storage().resize_(self._grads.nbytes)
+            self._zero_padding()
         elif self.stage.shards_optimizer:  # published gradients lie in the memory that is written now
             for shard in self.shards:
                 if shard.param.grad is not None:
@@ -222,14 +245,20 @@ class Bucket:
                 if param.grad is not None:
                     param.grad.div_(self.counts_again)
 
-    def _allocate_gradients(self) -> None:
+    def _make_gradients(self) -> None:
+        """Whole gradients and a view of them for each slot. What is freed and taken again is the memory behind them."""
         self._grads = torch.empty(self.plan.size, dtype=self.plan.kind.dtype, device=self.device)
-        end = 0
-        for slot in self.plan.slots:  # padding stays zero
-            self._grads[end : slot.span.start].zero_()
-            end = slot.span.stop
-        self._grads[end:].zero_()
         self._views = self._split(self._grads)
+        ends = [0, *(slot.span.stop for slot in self.plan.slots)]
+        starts = [*(slot.span.start for slot in self.plan.slots), self.plan.size]
+        self._padding = [self._grads[end:start] for end, start in zip(ends, starts, strict=True) if start > end]
+        self._zero_padding()
+        if self.stage.frees_gradients:
+            self._grads.untyped_storage().resize_(0)
+
+    def _zero_padding(self) -> None:
+        for gap in self._padding:
+            gap.zero_()
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         """A view for each slot, in the shape of its parameter."""
@@ -241,7 +270,7 @@ class Bucket:
         Which slots are used travels along; the answer is whether any stage uses them.
         """
         pp = self.groups.pp
-        mine = torch.cat([result, torch.tensor(used, dtype=result.dtype).to(result.device, non_blocking=True)])
+        mine = torch.cat([result, torch.tensor(used, dtype=result.dtype).to(result.device, non_blocking=True)]).to(self.reduce_dtype)
         parts = {stage: mine if stage == pp.index else torch.empty_like(mine) for stage in self.plan.kind.stages}
         others = [stage for stage in self.plan.kind.stages if stage != pp.index]
         exchange(pp, [Message(mine, stage) for stage in others], [Message(parts[stage], stage) for stage in others]).wait()
@@ -299,7 +328,7 @@ class Bucket:
         if self.stage.frees_values and not self._whole:
             self.values.untyped_storage().resize_(self.values.numel() * self.values.element_size())
         self._whole = True
-        self._gathering = self.groups.shard.all_gather(self.values, self.span, async_op=True)
+        self._gathering = self.groups.values.all_gather(self.values, self.span, async_op=True)
         if not self.stage.frees_values:
             for param in self.params:
                 guard(param)

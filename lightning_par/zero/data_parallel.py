@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_par.comm import DONE, Work
+from lightning_par.comm import DONE, Later, Work
 from lightning_par.layout import ShardSpec, Span
 from lightning_par.numerics import GradientShard
 from lightning_par.zero.bucket import Bucket, ReduceGroups, State
@@ -78,6 +78,7 @@ class DataParallel:
         self._info = {info.param: info for info in self.infos}
         self._spec: dict[nn.Parameter, ShardSpec] = {info.param: info.spec for info in self.infos}
         self._sync, self._hold, self._next, self._collected = True, False, 0, 0
+        self._last_pass: tuple[list[int], Later] | None = None  # units gathered in it, and whether all ranks gathered them
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
         self._flags: Work = DONE
         self._handles: list[RemovableHandle | ZeroGrad] = []
@@ -103,17 +104,18 @@ class DataParallel:
     def _lay_out(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Bucket]:
         needing_whole = [optimizer for optimizer in optimizers if not is_elementwise(optimizer) and not self.kept.frees_values]
         whole = {p for optimizer in needing_whole for group in optimizer.param_groups for p in group["params"]}
-        self._units = find_units(module, self.options.units) if self.kept.frees_values else {}
-        self._unit_names = {REST: "the rest"} | {self._units[m]: name for name, m in module.named_modules() if m in self._units}
+        self._units = find_units(module, self.options.units, self.options.min_unit_bytes) if self.kept.frees_values else {}
+        self._unit_names = _names(module, self._units)
         self._owner = assign(module, self._units) if self.kept.frees_values else None
         ignored = self._ignored(module)
         members = [info for info in self.infos if info.param not in ignored and self._needs_bucket(info)]
         ranks = self.groups.shard.size if self.kept.shards_optimizer else 1
         plans = plan_buckets(members, ranks, self.options.bucket_bytes, units=self._owner, whole=frozenset(whole))
-        buckets = [Bucket(plan, self.groups, self.kept) for plan in plans]
+        dtype = self.options.reduce_dtype
+        buckets = [Bucket(plan, self.groups, self.kept, dtype) for plan in plans]
         apart = [info for info in self.infos if info.param in ignored and self._needs_bucket(info)]
         plans = plan_buckets(apart, 1, self.options.bucket_bytes)
-        return buckets + [Bucket(plan, self.groups, STAGES[0]) for plan in plans]
+        return buckets + [Bucket(plan, self.groups, STAGES[0], dtype) for plan in plans]
 
     def _needs_bucket(self, info: ParameterInfo) -> bool:
         """Nobody shares the gradient of a parameter on a single data rank: it may stay where autograd puts it."""
@@ -189,18 +191,27 @@ class DataParallel:
         """A pass over the module is over: stage 3 frees what is still whole. All ranks call.
 
         Raises:
-            RuntimeError: at stage 3, on every rank, if ranks used different layers.
+            RuntimeError: at stage 3, on every rank, if ranks used different layers in the pass before.
         """
-        if self.residency is not None:
-            self._require_alike(self.residency.end_pass(backward=backward))
-
-    def _require_alike(self, gathered: list[int]) -> None:
-        """Ranks that gathered different units got each other's values."""
+        if self.residency is None:
+            return
+        gathered = self.residency.end_pass(backward=backward)
+        self.require_alike()
         check = hash(tuple(gathered)) & 0xFFFFFFFF
-        ends = torch.tensor([check, -check], device=self.buckets[0].device)
-        self.groups.shard.all_reduce(ends, "max")
-        if ends.sum().item():
-            used = self.groups.shard.gather_objects([self._unit_names[unit] for unit in gathered])
+        ends = torch.tensor([check, -check]).to(self.buckets[0].device, non_blocking=True)
+        self._last_pass = gathered, Later(ends, self.groups.values.all_reduce(ends, "max", async_op=True))
+
+    def require_alike(self) -> None:
+        """Stage 3: ranks that gathered different units got each other's values. Found out when a pass is over, told before the next is.
+
+        Raises:
+            RuntimeError: on every rank.
+        """
+        if self._last_pass is None:
+            return
+        (gathered, ends), self._last_pass = self._last_pass, None
+        if ends.read().sum().item():
+            used = self.groups.values.gather_objects([self._unit_names[unit] for unit in gathered])
             first = next(index for index, theirs in enumerate(used) if theirs != used[0])
             raise RuntimeError(
                 f"at zero=3 all ranks must use the same layers in the same order, but rank {self.groups.shard.ranks[0]} fetched "
@@ -365,7 +376,8 @@ class DataParallel:
         self.clear()
 
     def close(self) -> None:
-        """``release``, and take the hooks off the module. Values are left as they are."""
+        """``release``, and take the hooks off the module. Values are left as they are. All ranks call."""
+        self.require_alike()
         self.release()
         for handle in self._handles:
             handle.remove()
@@ -431,6 +443,15 @@ class DataParallel:
                 f"{', '.join(unfrozen)} got a gradient, but was frozen when training was set up, so its gradient is not averaged: unfreeze "
                 "parameters before trainer.fit (below zero=3 a second fit is fine)"
             )
+
+
+def _names(module: nn.Module, units: dict[nn.Module, int]) -> dict[int, str]:
+    """By which units are called in messages."""
+    members: dict[int, list[str]] = {}
+    for name, submodule in module.named_modules():
+        if submodule in units:
+            members.setdefault(units[submodule], []).append(name)
+    return {REST: "the rest"} | {n: names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for n, names in members.items()}
 
 
 def _refuse_groups(optimizer: Optimizer, groups: int) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+REDUCE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 @dataclass(frozen=True)
 class ZeroOptions:
@@ -11,7 +15,11 @@ class ZeroOptions:
 
     Args:
         bucket_mb: gradients are reduced in buckets of about this many MiB (stage 3: a unit at a time).
+        reduce_dtype: in which gradients travel and are added up over ranks: ``float32``, ``bfloat16``, ``float16``, ``float64``, as a
+            word or a ``torch.dtype``; None = the one they have. Halves the bytes for less precise sums; what was summed is kept in full.
         prefetch: stage 3: units gathered ahead of the one that computes.
+        min_unit_mb: stage 3: neighbouring units are joined until they hold about this many MiB of values, since many small messages
+            take longer than the memory they save is worth. 0 leaves each alone.
         units: stage 3: names of the classes whose instances are gathered and freed as one; empty = the members of the module's
             ModuleLists and Sequentials. All other parameters form a unit of their own.
         ignored: names of submodules that stay whole on every rank, their optimizer states too.
@@ -21,7 +29,9 @@ class ZeroOptions:
     """
 
     bucket_mb: float = 25.0
+    reduce_dtype: torch.dtype | str | None = None
     prefetch: int = 1
+    min_unit_mb: float = 1.0
     units: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
 
@@ -29,6 +39,12 @@ class ZeroOptions:
         object.__setattr__(self, "units", tuple(self.units))
         object.__setattr__(self, "ignored", tuple(self.ignored))
         faults = []
+        if self.reduce_dtype not in (None, *REDUCE_DTYPES, *REDUCE_DTYPES.values()):
+            faults.append(f"reduce_dtype={self.reduce_dtype!r} must be one of {', '.join(REDUCE_DTYPES)}, or None")
+        if isinstance(self.reduce_dtype, str):
+            object.__setattr__(self, "reduce_dtype", REDUCE_DTYPES.get(self.reduce_dtype))
+        if not self.min_unit_mb >= 0:
+            faults.append(f"min_unit_mb={self.min_unit_mb!r} must be at least 0")
         if not self.bucket_mb > 0:
             faults.append(f"bucket_mb={self.bucket_mb!r} must be above 0")
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
@@ -39,6 +55,10 @@ class ZeroOptions:
     @property
     def bucket_bytes(self) -> int:
         return max(1, int(self.bucket_mb * 2**20))
+
+    @property
+    def min_unit_bytes(self) -> int:
+        return int(self.min_unit_mb * 2**20)
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,11 @@ REST = -1
 """The number of the unit of everything that is in no layer."""
 
 
-def find_units(module: nn.Module, classes: Sequence[str] = ()) -> dict[nn.Module, int]:
-    """The modules that come and go as one, with their numbers in order of registration.
+def find_units(module: nn.Module, classes: Sequence[str] = (), least: int = 0) -> dict[nn.Module, int]:
+    """The modules that come and go as one, with the numbers of their units in order of registration.
 
-    Those of the named classes, else the members of every outermost ModuleList, Sequential or ModuleDict.
+    Those of the named classes, else the members of every outermost ModuleList, Sequential or ModuleDict. Neighbours within one parent
+    share a unit until it holds ``least`` bytes of parameters.
 
     Raises:
         ValueError: a named class has no instance in the module.
@@ -45,18 +46,36 @@ def find_units(module: nn.Module, classes: Sequence[str] = ()) -> dict[nn.Module
         missing = set(classes) - {type(m).__name__ for m in module.modules()}
         if missing:
             raise ValueError(f"ZeroOptions(units=...) names {', '.join(sorted(missing))}, but the module has no instance of that class")
-    found: dict[nn.Module, int] = {}
+    found: dict[nn.Module, nn.Module] = {}
 
     def visit(parent: nn.Module) -> None:
         for child in parent.children():
             is_unit = type(child).__name__ in classes if classes else isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict)
             if is_unit and any(True for _ in child.parameters()):
-                found.setdefault(child, len(found))
+                found.setdefault(child, parent)
             elif child not in found:
                 visit(child)
 
     visit(module)
-    return found
+    return _join(found, least)
+
+
+def _join(parents: dict[nn.Module, nn.Module], least: int) -> dict[nn.Module, int]:
+    """Number modules, neighbours alike until they hold ``least`` bytes; too small a last one of a parent goes with those before it."""
+    runs: list[tuple[nn.Module, list[nn.Module], int]] = []
+    for module, parent in parents.items():
+        size = sum(param.nbytes for param in module.parameters())
+        if runs and runs[-1][0] is parent and (runs[-1][2] < least or _rest(parents, module, parent) < least):
+            runs[-1] = (parent, [*runs[-1][1], module], runs[-1][2] + size)
+        else:
+            runs.append((parent, [module], size))
+    return {module: number for number, (_, run, _) in enumerate(runs) for module in run}
+
+
+def _rest(parents: dict[nn.Module, nn.Module], first: nn.Module, parent: nn.Module) -> int:
+    """Bytes of ``first`` and the modules after it in its parent."""
+    siblings = [module for module, theirs in parents.items() if theirs is parent]
+    return sum(param.nbytes for module in siblings[siblings.index(first) :] for param in module.parameters())
 
 
 def assign(module: nn.Module, units: dict[nn.Module, int]) -> dict[nn.Parameter, int]:

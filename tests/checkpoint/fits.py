@@ -87,7 +87,7 @@ def fit(
     layout: dict[str, int], steps: int, *, resume: Any = None, save: Any = None, dropout: float = 0.1, rows: int = 12, **options: Any
 ) -> State:
     """Train this rank to ``steps`` optimizer steps, from the checkpoint ``resume`` if given, and save to ``save`` after the last one."""
-    strategy = HybridParallelStrategy(**layout)
+    strategy = HybridParallelStrategy(zero_options={"min_unit_mb": 0}, **layout)
     callbacks = [SaveAt(save, steps)] if save else []
     trainer = L.Trainer(devices=world_size(layout), strategy=strategy, max_steps=steps, callbacks=callbacks, **(QUIET | options))
     module = Net(dropout=0.0 if "cp" in layout else dropout)  # attention has no dropout under cp yet

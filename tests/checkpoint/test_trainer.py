@@ -22,8 +22,9 @@ from tests.harness.models import token_loader
 
 
 def _trainer(layout: dict[str, int], callbacks: Any = None, **options: Any) -> L.Trainer:
+    strategy = HybridParallelStrategy(zero_options={"min_unit_mb": 0}, **layout)
     settings = QUIET | {"enable_checkpointing": bool(callbacks)} | options
-    return L.Trainer(devices=world_size(layout), strategy=HybridParallelStrategy(**layout), callbacks=callbacks, **settings)
+    return L.Trainer(devices=world_size(layout), strategy=strategy, callbacks=callbacks, **settings)
 
 
 def _loader(trainer: L.Trainer) -> Any:

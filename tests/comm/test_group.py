@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from lightning_par.comm import Group, Mesh, Message, copy_to, exchange, gather_from, reduce_from, scatter_to
+from lightning_par.comm import Mesh, Message, copy_to, exchange, gather_from, reduce_from, scatter_to
 from lightning_par.layout import ParallelLayout, split
 from tests.harness import WorldError, run_world
 
@@ -87,30 +89,20 @@ def test_pairs_are_adjoint_at_sizes_that_do_not_divide(total: int) -> None:
     run_world(_pairs, 3, total)
 
 
-def _exchanges_out_of_order() -> None:
-    mesh = Mesh.build(ParallelLayout().resolve(2))
-    small, big = torch.full((2,), float(mesh.rank)), torch.full((3,), 10.0 + mesh.rank)
-    smalls, bigs = torch.empty(4), torch.empty(6)
-    steps = [lambda: mesh.data.all_gather(smalls, small, async_op=True), lambda: mesh.world.all_gather(bigs, big, async_op=True)]
-    for work in [step() for step in (steps if mesh.rank == 0 else reversed(steps))]:  # two groups on one process group
+def _interleaved() -> None:
+    mesh = Mesh.build(ParallelLayout(zero=3).resolve(2))
+    mine, whole, part = torch.full((2,), float(mesh.rank)), torch.empty(4), torch.empty(3)
+    gather = partial(mesh.values.all_gather, whole, mine, async_op=True)
+    reduce = partial(mesh.shard.reduce_scatter, part, torch.arange(6.0), async_op=True)
+    steps = [gather, reduce]
+    for work in [step() for step in (steps if mesh.rank == 0 else reversed(steps))]:
         work.wait()
-    assert smalls.tolist() == [0, 0, 1, 1]
-    assert bigs.tolist() == [10, 10, 10, 11, 11, 11]
+    assert whole.tolist() == [0, 0, 1, 1]
+    assert part.tolist() == ([0, 2, 4] if mesh.rank == 0 else [6, 8, 10])
 
 
-def test_exchanges_of_different_groups_may_be_posted_in_any_order() -> None:
-    run_world(_exchanges_out_of_order, 2)
-
-
-def _channels() -> list[int]:
-    mesh = Mesh.build(ParallelLayout(dp=2).resolve(2))
-    groups = {group.name: group for group in vars(mesh).values() if isinstance(group, Group)}
-    return [group.channel for group in groups.values()]
-
-
-def test_groups_of_different_names_have_tags_of_their_own() -> None:
-    channels = run_world(_channels, 2)[0]
-    assert len(set(channels)) == len(channels)
+def test_gathers_and_reductions_may_interleave_differently_on_each_rank() -> None:
+    run_world(_interleaved, 2)
 
 
 def _ring() -> None:

@@ -75,7 +75,8 @@ def fit(
 def _fit_rank(
     module: Callable[[], L.LightningModule], loader: Callable[..., Any], layout: dict[str, Any], devices: int, options: dict[str, Any]
 ) -> Run:
-    return fit(module, loader, HybridParallelStrategy(**layout), devices=devices, **options)
+    strategy = HybridParallelStrategy(**({"zero_options": {"min_unit_mb": 0}} | layout))
+    return fit(module, loader, strategy, devices=devices, **options)
 
 
 def fit_world(

@@ -74,7 +74,7 @@ class Case:
     replicate: int = 1
     steps: int = 3
     clip: tuple[float, float] | None = None
-    options: ZeroOptions = field(default_factory=ZeroOptions)
+    options: ZeroOptions = field(default_factory=lambda: ZeroOptions(min_unit_mb=0))
 
     def at(self, stage: int) -> Case:
         return replace(self, stage=stage)
@@ -102,7 +102,9 @@ def data_parallel(
     world = torch.distributed.get_world_size()
     mesh = Mesh.build(ParallelLayout(zero=stage, replicate=replicate, cp=cp).resolve(world))
     infos = [ParameterInfo(name, param, ShardSpec.whole(param)) for name, param in module.named_parameters()]
-    dp = DataParallel(module, infos, ReduceGroups.of(mesh), stage=stage, options=options, optimizers=optimizers)
+    dp = DataParallel(
+        module, infos, ReduceGroups.of(mesh), stage=stage, options=options or ZeroOptions(min_unit_mb=0), optimizers=optimizers
+    )
     for optimizer in optimizers:
         dp.attach(optimizer)
     return mesh, dp
@@ -141,7 +143,8 @@ def train(case: Case) -> Result:
                     dp.finish()
             losses.append(sum(part.detach() for part in parts))
         mean = torch.stack(losses).mean()
-        mesh.data.all_reduce(mean, scale=1 / mesh.data.size)
+        mesh.data.all_reduce(mean)
+        mean /= mesh.data.size
         result.losses.append(mean.item())
         for optimizer in optimizers:
             norm_type, limit = case.clip or (2.0, math.inf)

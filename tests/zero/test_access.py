@@ -15,7 +15,7 @@ from tests.zero.bare import Case, Place, data_parallel, next_token, reference, r
 from tests.zero.models import Awkward, awkward
 
 STAGES = (1, 2, 3)
-MIDDLE = ZeroOptions(bucket_mb=5e-4)
+MIDDLE = ZeroOptions(min_unit_mb=0, bucket_mb=5e-4)
 
 
 def _adamw(module: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
@@ -215,7 +215,7 @@ def _borrow_what_stays_whole() -> None:
     torch.set_default_dtype(torch.float64)
     module = Borrowing()
     optimizer = _adamw(module)
-    _, dp = data_parallel(module, [optimizer], 3, options=ZeroOptions(ignored=("embed",)))
+    _, dp = data_parallel(module, [optimizer], 3, options=ZeroOptions(min_unit_mb=0, ignored=("embed",)))
     _step(module, optimizer, dp, rows(0, 0))
 
 

@@ -18,13 +18,15 @@ NORMS = (1.0, 2.0, math.inf, 3.0)
 LIMIT = 0.05
 
 CLIPPED = {
-    f"stage{stage} norm{norm_type}": Case(optimizers=sgd, stage=stage, clip=(norm_type, LIMIT), options=ZeroOptions(bucket_mb=5e-4))
+    f"stage{stage} norm{norm_type}": Case(
+        optimizers=sgd, stage=stage, clip=(norm_type, LIMIT), options=ZeroOptions(min_unit_mb=0, bucket_mb=5e-4)
+    )
     for stage in STAGES
     for norm_type in NORMS
 }
 IGNORING = {
     f"stage{stage} ignoring": Case(
-        optimizers=sgd, stage=stage, clip=(2.0, LIMIT), accumulate=2, options=ZeroOptions(ignored=("norm", "layers.1"))
+        optimizers=sgd, stage=stage, clip=(2.0, LIMIT), accumulate=2, options=ZeroOptions(min_unit_mb=0, ignored=("norm", "layers.1"))
     )
     for stage in (1, 2, 3)
 }

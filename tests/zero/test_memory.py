@@ -84,7 +84,7 @@ def watched(measure: Callable[[], int]) -> Iterator[list[int]]:
 def _measure(stage: int, accumulate: int) -> dict[str, int]:
     module = Stack()
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
-    options = ZeroOptions(bucket_mb=LAYER * 4 / 2**20)  # a layer each
+    options = ZeroOptions(min_unit_mb=0, bucket_mb=LAYER * 4 / 2**20)  # a layer each
     _, dp = data_parallel(module, [optimizer], stage, options=options)
     assert len(dp.buckets) == LAYERS
     told = {}

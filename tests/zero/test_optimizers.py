@@ -15,7 +15,7 @@ from tests.harness import run_world
 from tests.zero.bare import Case, Place, assert_parity, data_parallel, next_token, outcomes, reference, rows, two_groups, weights
 from tests.zero.models import Awkward
 
-MIDDLE = ZeroOptions(bucket_mb=5e-4)
+MIDDLE = ZeroOptions(min_unit_mb=0, bucket_mb=5e-4)
 
 
 class Lamb(Optimizer):
@@ -232,7 +232,8 @@ def _train_with_closure(stage: int | None, make: partial, world: int = 1) -> dic
             return loss.detach()
         dp.finish()
         value = loss.detach().clone()  # a line search must see the same loss on every rank
-        mesh.data.all_reduce(value, scale=1 / mesh.data.size)
+        mesh.data.all_reduce(value)
+        value /= mesh.data.size
         return value
 
     for _ in range(2):

@@ -16,7 +16,7 @@ from tests.zero.bare import Case, Place, adamw, assert_parity, data_parallel, ne
 from tests.zero.models import Awkward, all_frozen_but_one, heads, listed_heads
 
 STAGES = (0, 1, 2, 3)
-SMALL, MIDDLE, BIG = ZeroOptions(bucket_mb=1e-9), ZeroOptions(bucket_mb=5e-4), ZeroOptions()
+SMALL, MIDDLE, BIG = (ZeroOptions(min_unit_mb=0, bucket_mb=size) for size in (1e-9, 5e-4, 25.0))
 
 checkpointed = partial(Awkward, checkpointed="non-reentrant")
 wrapped = partial(Awkward, wrapped=True)
@@ -81,10 +81,12 @@ CASES = {
 }
 
 UNITS = {
-    "stage3 nothing fetched ahead": Case(stage=3, options=ZeroOptions(prefetch=0)),
-    "stage3 three units fetched ahead": Case(checkpointed, stage=3, options=ZeroOptions(prefetch=3)),
-    "stage3 small units": Case(wrapped, stage=3, options=ZeroOptions(units=("Linear", "LayerNorm"))),
-    "stage3 layers that stay whole": Case(stage=3, accumulate=2, options=ZeroOptions(ignored=("layers.0", "norm", "frozen"))),
+    "stage3 nothing fetched ahead": Case(stage=3, options=ZeroOptions(min_unit_mb=0, prefetch=0)),
+    "stage3 three units fetched ahead": Case(checkpointed, stage=3, options=ZeroOptions(min_unit_mb=0, prefetch=3)),
+    "stage3 small units": Case(wrapped, stage=3, options=ZeroOptions(min_unit_mb=0, units=("Linear", "LayerNorm"))),
+    "stage3 layers that stay whole": Case(
+        stage=3, accumulate=2, options=ZeroOptions(min_unit_mb=0, ignored=("layers.0", "norm", "frozen"))
+    ),
 }
 EVERYWHERE = UNITS | {f"stage{stage} {name}": case.at(stage) for stage in STAGES for name, case in CASES.items()}
 

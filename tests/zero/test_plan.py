@@ -97,6 +97,8 @@ def test_a_parameter_that_two_units_share_belongs_to_the_rest() -> None:
     [
         ({"bucket_mb": 0}, "bucket_mb=0"),
         ({"prefetch": -1}, "prefetch=-1"),
+        ({"min_unit_mb": -1}, "min_unit_mb=-1"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype='int8' must be one of float64, float32"),
         ({"bucket_mb": -1, "prefetch": 0.5}, "bucket_mb=-1.*prefetch=0.5"),
     ],
 )
@@ -105,7 +107,14 @@ def test_options_out_of_range_are_named(fields: dict, told: str) -> None:
         ZeroOptions(**fields)
 
 
-@pytest.mark.parametrize("name", ["offload", "reduce_dtype"])
-def test_options_that_do_not_exist_are_named(name: str) -> None:
-    with pytest.raises(TypeError, match=name):
-        ZeroOptions(**{name: None})
+def test_options_that_do_not_exist_are_named() -> None:
+    with pytest.raises(TypeError, match="offload"):
+        ZeroOptions(offload=None)
+
+
+def test_neighbours_share_a_unit_until_it_is_big_enough() -> None:
+    module = nn.Module()
+    module.first = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(5))  # 16 bytes each
+    module.second = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+    numbers = {least: list(find_units(module, least=least).values()) for least in (0, 16, 32, 1000)}
+    assert numbers == {0: [0, 1, 2, 3, 4, 5, 6], 16: [0, 1, 2, 3, 4, 5, 6], 32: [0, 0, 1, 1, 1, 2, 2], 1000: [0] * 5 + [1] * 2}

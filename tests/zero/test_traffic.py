@@ -59,7 +59,7 @@ def _elements(calls: list[Sent]) -> int:
     return sum(call.elements for call in calls)
 
 
-SMALL = ZeroOptions(bucket_mb=1e-3)
+SMALL = ZeroOptions(min_unit_mb=0, bucket_mb=1e-3)
 CASES = {f"stage{stage} k{k}": (stage, k, 1, SMALL) for stage in (0, 1, 2, 3) for k in (1, 3)}
 
 
