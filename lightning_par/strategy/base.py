@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -23,8 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_par.checkpoint import CheckpointError, Shard, collect, is_native, plain, read_index, read_meta, read_tensors, save
-from lightning_par.comm import Meeting, Mesh
+from lightning_par.checkpoint import Shard
+from lightning_par.comm import Mesh
 from lightning_par.layout import LayoutError, ParallelLayout, RankGrid
 from lightning_par.pipeline import PipelineError, place
 from lightning_par.precision import ParallelPrecision
@@ -32,16 +31,13 @@ from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
 from lightning_par.strategy.facts import model_facts
 from lightning_par.strategy.sampling import ReplicaSampler
+from lightning_par.strategy.saving import Attendance, Holdings
 from lightning_par.strategy.steps import Step, StepRunner
 from lightning_par.strategy.weight_averaging import averages, open_weights
 from lightning_par.tensor import PlanError, resolve_plan
 from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions, synchronize_batch_norms
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-PATIENCE = timedelta(minutes=5)
-"""How long a rank that saves a checkpoint waits for the others to do so."""
-PATIENCE_AFTER_EXCEPTION = timedelta(seconds=3)
-"""The same for a rank that was thrown out of its run: the others may be in the middle of a step."""
 
 
 class HybridParallelStrategy(ParallelStrategy):
@@ -81,8 +77,7 @@ class HybridParallelStrategy(ParallelStrategy):
         self.timeout = timeout
         self.num_nodes = 1
         self._mesh: Mesh | None = None
-        self._meeting: Meeting | None = None
-        self._is_alone = False  # the other ranks do not come any more
+        self._attendance: Attendance | None = None
         self._assembled: Assembled | None = None
         self._runner: StepRunner | None = None
         self._data_parallel: DataParallel | None = None
@@ -184,7 +179,7 @@ class HybridParallelStrategy(ParallelStrategy):
         seams.join_world(self.cluster_environment, self.root_device, self.timeout)
         if self._mesh is None:
             self._mesh = Mesh.build(self.layout, timeout=self.timeout)
-            self._meeting = Meeting(self._mesh.world)
+            self._attendance = Attendance(self._mesh.world)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -393,75 +388,43 @@ class HybridParallelStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj if self._mesh is None or self._is_alone else self._mesh.world.broadcast_object(obj, src)
 
-    def _all_come_to_save(self, filepath: str | os.PathLike[str]) -> bool:
-        """Whether a save can begin. A rank that was thrown out of its run alone goes on without, for its exception to be seen."""
-        assert self._meeting is not None
-        interrupted = self.lightning_module is not None and self.lightning_module.trainer.interrupted
-        missing = [] if self._is_alone else self._meeting.missing(PATIENCE_AFTER_EXCEPTION if interrupted else PATIENCE)
-        self._is_alone |= bool(missing)
-        if missing and not interrupted:
-            raise CheckpointError(
-                f"{filepath} is not saved: ranks {missing} have not come within {PATIENCE}. Each rank writes its own part, so "
-                "trainer.save_checkpoint must be called on all ranks"
-            )
-        if self._is_alone:
-            warnings.warn(f"{filepath} is not saved: an exception has ended the run on this rank, and not on all", stacklevel=3)
-        return not self._is_alone
+    @property
+    def _is_alone(self) -> bool:
+        """The other ranks do not come any more."""
+        return self._attendance is not None and self._attendance.is_alone
 
     # --- state -------------------------------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole module's parameters and buffers on CPU, under its original names, on rank 0; None elsewhere. All ranks call."""
-        whole = collect(state.module_shards(self._part, self._data_parallel), self.mesh.world, self.root_device)
-        return None if whole is None else {name: whole[first] for name, first in self._part.aliases.items()}
+        return self._holdings.full_state_dict()
+
+    @property
+    def _holdings(self) -> Holdings:
+        return Holdings(self._part, self._data_parallel, self.optimizers, self.root_device)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Shard]:
-        return state.module_shards(self._part, self._data_parallel)
+        return self._holdings.module_shards()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        index = self.optimizers.index(optimizer)
-        return {
-            "shards": state.optimizer_shards(optimizer, index, self.data_parallel, self.mesh),
-            "meta": state.optimizer_meta(optimizer, self.data_parallel),
-        }
+        return self._holdings.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None) -> None:
         """Write a sharded folder; all ranks call. See Note [A complete folder] in ``checkpoint.native``."""
         if storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO plugin; this strategy writes its own sharded folders")
-        if not self._all_come_to_save(filepath):
-            return
-        if self._data_parallel is not None:
-            self._data_parallel.require_alike()
-        tensors = {f"{state.MODEL}.{name}": shard for name, shard in checkpoint.pop("state_dict").items()}
-        optimizers = checkpoint.pop("optimizer_states", [])
-        for optimizer in optimizers:
-            tensors |= optimizer["shards"]
-        tensors |= state.rng_shards(self.global_rank)
-        metas = self.mesh.world.gather_objects([optimizer["meta"] for optimizer in optimizers])
-        merged = [state.merge_optimizer_meta(ranks) for ranks in zip(*metas, strict=True)]
-        dropped: list[str] = []
-        meta = plain(checkpoint | {"optimizer_states": merged}, dropped)
-        if dropped:
-            rank_zero_warn(f"not saved in {filepath}, since they are no plain data: {', '.join(dropped)}")
-        meta["layout"] = vars(self.layout) | {"world": self.world_size}
-        save(filepath, tensors, meta, self.mesh.world)
+        assert self._attendance is not None
+        module = self.lightning_module
+        if self._attendance.all_come_to_save(filepath, interrupted=module is not None and module.trainer.interrupted):
+            self._holdings.save(checkpoint, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
-        """The plain part of a native folder; ``load_model_state_dict`` and ``load_optimizer_state_dict`` read the tensors."""
-        found = self.mesh.world.gather_objects(is_native(checkpoint_path))
-        if not all(found):
-            missing = [rank for rank, there in enumerate(found) if not there]
-            raise CheckpointError(
-                f"ckpt_path={str(checkpoint_path)!r} is not a complete lightning_par checkpoint folder as ranks {missing} see it: "
-                "give the path of one, on storage that every rank reaches"
-            )
-        return {"state_dict": {}} | read_meta(checkpoint_path) | {_FOLDER: os.fspath(checkpoint_path)}
+        """The plain part of a checkpoint; ``load_model_state_dict`` and ``load_optimizer_state_dict`` read the tensors."""
+        return self._holdings.load(checkpoint_path)
 
     @property
     @override
@@ -470,50 +433,15 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        folder, shards = (
-            checkpoint[_FOLDER],
-            {f"{state.MODEL}.{n}": s for n, s in state.module_shards(self._part, self._data_parallel).items()},
-        )
-        stored = read_index(folder)
-        if strict:
-            ours = self.mesh.world.gather_objects(list(shards))
-            unexpected = [name for name in stored if name.startswith(f"{state.MODEL}.") and not any(name in names for names in ours)]
-            if unexpected:
-                raise CheckpointError(f"checkpoint {folder} holds weights that the model has not: {', '.join(unexpected)}")
-        else:
-            shards = {name: shard for name, shard in shards.items() if name in stored}
-        read_tensors(folder, shards)
+        self._holdings.load_model(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        folder, metas = checkpoint[_FOLDER], checkpoint["optimizer_states"]
-        if len(metas) != len(self.optimizers):
-            raise CheckpointError(
-                f"checkpoint {folder} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}"
-            )
-        stored = read_index(folder)
-        for index, (optimizer, meta) in enumerate(zip(self.optimizers, metas, strict=True)):
-            read_tensors(folder, state.empty_optimizer_state(optimizer, index, self.data_parallel, stored))
-            state.apply_optimizer_meta(optimizer, meta, self.data_parallel)
-        self._restore_rng(folder, checkpoint)
-
-    def _restore_rng(self, folder: str, checkpoint: Mapping[str, Any]) -> None:
-        saved, now = checkpoint["layout"], vars(self.layout) | {"world": self.world_size}
-        if saved != now:
-            rank_zero_warn(f"checkpoint {folder} was written under another layout ({saved}): random generators start from the seed again")
-            return
-        shards = state.rng_shards(self.global_rank)
-        stored = read_index(folder)
-        if all(name in stored for name in shards):
-            read_tensors(folder, shards)
-            state.restore_rng(shards, self.global_rank)
+        self._holdings.load_optimizers(checkpoint)
 
     @staticmethod
     def _fits(trainer: pl.Trainer) -> bool:
         return trainer.state.fn == TrainerFn.FITTING
-
-
-_FOLDER = "lightning_par_folder"
 
 
 def _layout_of(layout: ParallelLayout | None, fields: dict[str, Any]) -> ParallelLayout:

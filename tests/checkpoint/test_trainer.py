@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_par import HybridParallelStrategy
 from lightning_par.checkpoint import CheckpointError, is_native, read_meta
-from lightning_par.strategy import base
+from lightning_par.strategy import saving
 from tests.checkpoint.fits import LAYOUTS, QUIET, STEPS, Net, fit, fit_world, world_size
 from tests.harness import WorldError, run_world
 from tests.harness.models import token_loader
@@ -115,7 +115,7 @@ def test_K15_a_checkpoint_that_one_rank_does_not_see_raises_on_all(tmp_path: Pat
 
 
 def _save_on_rank_0_only(folder: Path) -> None:
-    base.PATIENCE = base.timedelta(seconds=1)
+    saving.PATIENCE = saving.timedelta(seconds=1)
     trainer = _trainer({"dp": 2}, max_steps=1)
     trainer.fit(Net(), _loader(trainer))
     if trainer.is_global_zero:

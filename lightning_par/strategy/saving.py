@@ -1,0 +1,171 @@
+"""Saving and loading, as one rank does its part of it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_par.checkpoint import CheckpointError, Shard, collect, is_native, plain, read_index, read_meta, read_tensors, save
+from lightning_par.comm import Group, Meeting, Mesh
+from lightning_par.strategy import state
+from lightning_par.strategy.assemble import Assembled
+from lightning_par.zero import DataParallel
+
+PATIENCE = timedelta(minutes=5)
+"""How long a rank that saves a checkpoint waits for the others to do so."""
+PATIENCE_AFTER_EXCEPTION = timedelta(seconds=3)
+"""The same for a rank that was thrown out of its run: the others may be in the middle of a step."""
+
+
+class Attendance:
+    """Whether all ranks come where they must meet. All of them make it together.
+
+    Attributes:
+        is_alone: this rank was thrown out of its run, and the others do not come any more.
+    """
+
+    def __init__(self, world: Group) -> None:
+        self._meeting = Meeting(world)
+        self.is_alone = False
+
+    def all_come_to_save(self, filepath: str | os.PathLike[str], *, interrupted: bool) -> bool:
+        """Whether a save can begin. A rank that was thrown out of its run alone goes on without, for its exception to be seen.
+
+        Raises:
+            CheckpointError: other ranks do not save, and no exception is the reason.
+        """
+        missing = [] if self.is_alone else self._meeting.missing(PATIENCE_AFTER_EXCEPTION if interrupted else PATIENCE)
+        self.is_alone |= bool(missing)
+        if missing and not interrupted:
+            raise CheckpointError(
+                f"{filepath} is not saved: ranks {missing} have not come within {PATIENCE}. Each rank writes its own part, so "
+                "trainer.save_checkpoint must be called on all ranks"
+            )
+        if self.is_alone:
+            warnings.warn(f"{filepath} is not saved: an exception has ended the run on this rank, and not on all", stacklevel=4)
+        return not self.is_alone
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this rank holds of a run: its part of the module, and of the optimizers' state. All ranks call each method together."""
+
+    part: Assembled
+    data_parallel: DataParallel | None
+    optimizers: Sequence[Optimizer]
+    device: torch.device
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.part.mesh
+
+    def module_shards(self) -> dict[str, Shard]:
+        return state.module_shards(self.part, self.data_parallel)
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """The whole module's parameters and buffers on CPU, under its original names, on rank 0; None elsewhere."""
+        whole = collect(self.module_shards(), self.mesh.world, self.device)
+        return None if whole is None else {name: whole[first] for name, first in self.part.aliases.items()}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's shards of the state of ``optimizer``, and the part of it that is no tensor."""
+        assert self.data_parallel is not None
+        index = self.optimizers.index(optimizer)
+        return {
+            "shards": state.optimizer_shards(optimizer, index, self.data_parallel, self.mesh),
+            "meta": state.optimizer_meta(optimizer, self.data_parallel),
+        }
+
+    def save(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str]) -> None:
+        """Write Lightning's ``checkpoint`` as a sharded folder. See Note [A complete folder] in ``checkpoint.native``."""
+        if self.data_parallel is not None:
+            self.data_parallel.require_alike()
+        tensors = {f"{state.MODEL}.{name}": shard for name, shard in checkpoint.pop("state_dict").items()}
+        optimizers = checkpoint.pop("optimizer_states", [])
+        for optimizer in optimizers:
+            tensors |= optimizer["shards"]
+        tensors |= state.rng_shards(self.mesh.rank)
+        metas = self.mesh.world.gather_objects([optimizer["meta"] for optimizer in optimizers])
+        merged = [state.merge_optimizer_meta(ranks) for ranks in zip(*metas, strict=True)]
+        dropped: list[str] = []
+        meta = plain(checkpoint | {"optimizer_states": merged}, dropped)
+        if dropped:
+            rank_zero_warn(f"not saved in {filepath}, since they are no plain data: {', '.join(dropped)}")
+        meta["layout"] = self._layout()
+        save(filepath, tensors, meta, self.mesh.world)
+
+    def load(self, filepath: str | os.PathLike[str]) -> dict[str, Any]:
+        """The plain part of a checkpoint; ``load_model`` and ``load_optimizers`` read its tensors.
+
+        Raises:
+            CheckpointError: on every rank, if any does not see a complete checkpoint.
+        """
+        found = self.mesh.world.gather_objects(is_native(filepath))
+        if not all(found):
+            missing = [rank for rank, there in enumerate(found) if not there]
+            raise CheckpointError(
+                f"ckpt_path={str(filepath)!r} is not a complete lightning_par checkpoint folder as ranks {missing} see it: "
+                "give the path of one, on storage that every rank reaches"
+            )
+        return {"state_dict": {}} | read_meta(filepath) | {_FOLDER: os.fspath(filepath)}
+
+    def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Fill this rank's parameters and buffers from what ``load`` returned.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another shape; with ``strict``, also if the model has no place for one.
+        """
+        folder, shards = checkpoint[_FOLDER], {f"{state.MODEL}.{name}": shard for name, shard in self.module_shards().items()}
+        stored = read_index(folder)
+        if strict:
+            ours = self.mesh.world.gather_objects(list(shards))
+            unexpected = [name for name in stored if name.startswith(f"{state.MODEL}.") and not any(name in names for names in ours)]
+            if unexpected:
+                raise CheckpointError(f"checkpoint {folder} holds weights that the model has not: {', '.join(unexpected)}")
+        else:
+            shards = {name: shard for name, shard in shards.items() if name in stored}
+        read_tensors(folder, shards)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Fill the state of this rank's optimizers, and set its random generators, from what ``load`` returned.
+
+        Raises:
+            CheckpointError: the checkpoint holds another number of optimizers, or not the state of all parameters.
+        """
+        assert self.data_parallel is not None
+        folder, metas = checkpoint[_FOLDER], checkpoint["optimizer_states"]
+        if len(metas) != len(self.optimizers):
+            raise CheckpointError(
+                f"checkpoint {folder} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}"
+            )
+        stored = read_index(folder)
+        for index, (optimizer, meta) in enumerate(zip(self.optimizers, metas, strict=True)):
+            read_tensors(folder, state.empty_optimizer_state(optimizer, index, self.data_parallel, stored))
+            state.apply_optimizer_meta(optimizer, meta, self.data_parallel)
+        self._restore_rng(folder, checkpoint)
+
+    def _restore_rng(self, folder: str, checkpoint: Mapping[str, Any]) -> None:
+        saved, now = checkpoint["layout"], self._layout()
+        if saved != now:
+            rank_zero_warn(f"checkpoint {folder} was written under another layout ({saved}): random generators start from the seed again")
+            return
+        shards = state.rng_shards(self.mesh.rank)
+        stored = read_index(folder)
+        if all(name in stored for name in shards):
+            read_tensors(folder, shards)
+            state.restore_rng(shards, self.mesh.rank)
+
+    def _layout(self) -> dict[str, Any]:
+        return vars(self.mesh.layout) | {"world": self.mesh.world.size}
+
+
+_FOLDER = "lightning_par_folder"
