@@ -20,14 +20,16 @@ def full_parameters(module: nn.Module, *, modify: bool = False) -> Iterator[None
     Args:
         modify: keep what was edited inside, which must be the same on all ranks. At stages 0 to 2 edits are always kept.
     """
-    buckets = [bucket for bucket in _buckets(module) if bucket.stage.frees_values]
+    held = _buckets(module)
+    buckets = [bucket for bucket in held if bucket.stage.frees_values]
     opened = {bucket for bucket in buckets if not bucket.is_whole}
     for bucket in buckets:
         bucket.pin()
     try:
         yield
-        for bucket in buckets if modify else ():
-            bucket.keep_edits()
+        for bucket in held:
+            if modify or not bucket.stage.frees_values:
+                bucket.keep_edits()
     finally:
         for bucket in buckets:
             bucket.unpin()

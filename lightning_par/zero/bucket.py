@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_par.comm import DONE, Group, Mesh, Message, Work, exchange
 from lightning_par.layout import Span
 from lightning_par.zero.guard import guard, unguard
+from lightning_par.zero.master import HALF, HalfWeights, Master
 from lightning_par.zero.options import Stage
 from lightning_par.zero.plan import BucketPlan, Slot
 
@@ -71,15 +72,26 @@ class Bucket:
     ``stage.frees_values`` whole values between uses.
     """
 
-    def __init__(self, plan: BucketPlan, groups: ReduceGroups, stage: Stage, reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        groups: ReduceGroups,
+        stage: Stage,
+        reduce_dtype: torch.dtype | None = None,
+        half: HalfWeights = HalfWeights(),  # noqa: B008 (frozen)
+    ) -> None:
         self.plan, self.groups, self.stage = plan, groups, stage
         self.owned = plan.owned(groups.shard.size, groups.shard.index) if stage.shards_optimizer else Span(0, plan.size)
         self.device = plan.slots[0].info.param.device
         self.params = [slot.info.param for slot in plan.slots]
-        self.reduce_dtype = reduce_dtype or plan.kind.dtype
+        self.half, self.is_half = half, plan.kind.dtype in HALF
+        self.grad_dtype = torch.float32 if self.is_half else plan.kind.dtype  # in which gradients add up
+        self.reduce_dtype = reduce_dtype or self.grad_dtype
         self.scale = 1.0 / groups.replicas
         self.state = State.IDLE
-        self.taken: set[int] = set()  # whose gradients are here and no longer in the parameter: those of the pass that is to be reduced
+        # Of which parameters gradients are here and no longer in ``param.grad``:
+        self.taken: set[int] = set()  # those of the pass that is to be reduced, with what came before, scaled
+        self.widened: set[int] = set()  # those of passes before it, not yet scaled, where ``param.grad`` cannot be a view
         self.used = [False] * len(plan.slots)  # since the last publication
         self.shards: list[Shard] = []
         self._grads = torch.empty(0)
@@ -124,26 +136,50 @@ class Bucket:
         if last:
             self._take(index, grad)
             param.grad = None
+        elif self.is_half:
+            view.add_(grad) if index in self.widened else view.copy_(grad)
+            self.widened.add(index)
+            param.grad = None
         elif grad is not view:
             view.copy_(grad)
             param.grad = view
 
-    def _take(self, index: int, grad: Tensor) -> None:
-        """A gradient's share of the mean, in its place in the bucket, in one pass over memory."""
+    def _take(self, index: int, grad: Tensor | None) -> None:
+        """A gradient's share of the mean, in its place in the bucket; in float32 and up in one pass over memory."""
         view = self._views[index]
+        if index in self.widened:
+            self.widened.remove(index)
+            view.mul_(self.scale)
+            self.taken.add(index)
+        if grad is None:
+            return
         if index in self.taken:
             view.add_(grad, alpha=self.scale)
         elif grad is view:
             view.mul_(self.scale)
+        elif self.is_half:
+            view.copy_(grad).mul_(self.scale)
         else:
             torch.mul(grad, self.scale, out=view)
         self.taken.add(index)
+
+    def rescale(self, scale: float) -> None:
+        """From now on gradients are multiplied by ``scale``; those that came and are not yet reduced are what they would have been."""
+        for index in range(len(self.params)) if self.state is State.COLLECTING else ():
+            param, view = self.params[index], self._views[index]
+            if index in self.widened or param.grad is view:
+                view.mul_(self.scale / scale)
+        self.scale = scale
+
+    def forget(self, param: nn.Parameter) -> None:
+        """What came of its gradient in passes before the last never came."""
+        self.widened -= {index for index, held in enumerate(self.params) if held is param}
 
     def launch(self) -> None:
         """Start the sum over the data ranks, which makes a mean over replicas. Parameters without a gradient here add zero."""
         self.begin()
         for index, param in enumerate(self.params):
-            if param.grad is not None:  # of backward passes that were not the last, or put there by somebody
+            if param.grad is not None or index in self.widened:  # of passes that were not the last, or put there by somebody
                 self._take(index, param.grad)
                 param.grad = None
             self.used[index] = index in self.taken
@@ -223,10 +259,10 @@ class Bucket:
                 shard.param.grad = new.view(shard.param.shape)
 
     @property
-    def counts_again(self) -> int:
-        """How many ranks would each add what was published, if it took part in one more mean over replicas."""
-        times = self.groups.data.size // self.groups.replicas * max(1, len(self.plan.kind.stages))
-        return times * self.groups.tp.size if self.plan.kind.partial else times
+    def again(self) -> float:
+        """What published gradients must be multiplied with before they take part in one more reduction, which leaves them as they are."""
+        times = self.groups.data.size * max(1, len(self.plan.kind.stages)) * (self.groups.tp.size if self.plan.kind.partial else 1)
+        return 1.0 / (self.scale * times)
 
     def begin(self) -> None:
         """Before whole gradients are written for the first time since the last publication."""
@@ -240,14 +276,14 @@ class Bucket:
             for shard in self.shards:
                 if shard.param.grad is not None:
                     shard.param.grad = shard.param.grad.clone()
-        elif self.counts_again > 1:
+        elif self.again != 1.0:
             for param in self.params:
                 if param.grad is not None:
-                    param.grad.div_(self.counts_again)
+                    param.grad.mul_(self.again)
 
     def _make_gradients(self) -> None:
         """Whole gradients and a view of them for each slot. What is freed and taken again is the memory behind them."""
-        self._grads = torch.empty(self.plan.size, dtype=self.plan.kind.dtype, device=self.device)
+        self._grads = torch.empty(self.plan.size, dtype=self.grad_dtype, device=self.device)
         self._views = self._split(self._grads)
         ends = [0, *(slot.span.stop for slot in self.plan.slots)]
         starts = [*(slot.span.start for slot in self.plan.slots), self.plan.size]
@@ -292,6 +328,9 @@ class Bucket:
             param.zero = self
         mine = self.values[self.owned.slice()]
         self.span = mine.clone() if self.stage.frees_values else mine
+        self.master: Master | None = None
+        if self.is_half and self.plan.kind.trained:
+            self.master = Master(self.span, self.half, seed=self.groups.shard.index)
         self._whole = True
         self.shards = [shard for slot in self.plan.slots if (shard := self._cut(slot)) is not None]
         if self.stage.frees_values:
@@ -302,7 +341,7 @@ class Bucket:
         if not part.size:
             return None
         place, span = part.shift(-self.owned.start), part.shift(-slot.span.start)
-        data = self.span[place.slice()]
+        data = (self.span if self.master is None else self.master.values)[place.slice()]
         shape = slot.info.spec.block_shape if self.plan.kind.whole else data.shape
         return Shard(slot, span, place, nn.Parameter(data.view(shape), requires_grad=self.plan.kind.trained))
 
@@ -329,7 +368,7 @@ class Bucket:
             self.values.untyped_storage().resize_(self.values.numel() * self.values.element_size())
         self._whole = True
         self._gathering = self.groups.values.all_gather(self.values, self.span, async_op=True)
-        if not self.stage.frees_values:
+        if not self.stage.frees_values and self._gathering is not DONE:
             for param in self.params:
                 guard(param)
 
@@ -360,8 +399,29 @@ class Bucket:
             unguard(param)
 
     def keep_edits(self) -> None:
-        """Stage 3: whole values were edited, equally on all ranks; this rank's span takes them over."""
-        self.span.copy_(self.values[self.owned.slice()])
+        """Whole values were edited, equally on all ranks; what this rank keeps of them follows."""
+        if self.stage.frees_values:
+            self.span.copy_(self.values[self.owned.slice()])
+        if self.master is not None:
+            self.master.keep_edits()
+
+    def before_step(self) -> None:
+        """An optimizer is about to update this rank's shards."""
+        if self.master is not None:
+            self.master.before_step()
+
+    def after_step(self) -> None:
+        """It did, or they were loaded; at stages 1 and 2 the other ranks' are fetched. All sharding ranks call."""
+        self.wait()
+        if self.master is not None:
+            self.master.after_step()
+        if not self.stage.frees_values:
+            self.gather()
+
+    def kept(self, shard: Shard) -> Tensor:
+        """The values of a shard in the greatest precision that is kept of them, flat."""
+        master = self.master
+        return (self.span if master is None or not master.stays else master.values)[shard.place.slice()]
 
     def close_values(self) -> None:
         """Whoever asks for values is told that they are away, unless they are pinned."""

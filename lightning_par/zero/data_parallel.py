@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,13 +34,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_par.comm import DONE, Later, Work
+from lightning_par.comm import DONE, Group, Later, Work
 from lightning_par.layout import ShardSpec, Span
 from lightning_par.numerics import GradientShard
 from lightning_par.zero.bucket import Bucket, ReduceGroups, State
 from lightning_par.zero.elementwise import is_elementwise, needs_whole_model
-from lightning_par.zero.options import STAGES, ZeroOptions
-from lightning_par.zero.plan import ParameterInfo, plan_buckets
+from lightning_par.zero.master import HALF, HalfWeights
+from lightning_par.zero.options import STAGES, Stage, ZeroOptions
+from lightning_par.zero.plan import BucketPlan, ParameterInfo, plan_buckets
 from lightning_par.zero.replicas import check_replicas
 from lightning_par.zero.units import REST, Residency, assign, find_units, install
 from lightning_par.zero.zero_grad import ZeroGrad
@@ -58,6 +60,8 @@ class DataParallel:
         module: what ``infos`` are the parameters of; stage 3 hooks its submodules.
         infos: this rank's parameters.
         optimizers: that will be attached (they decide which parameters must stay whole).
+        half: how parameters of half precision are updated.
+        scaled: ``loss_scale`` will be set.
 
     Raises:
         ValueError: options name what the module has not.
@@ -72,33 +76,41 @@ class DataParallel:
         stage: int,
         options: ZeroOptions | None = None,
         optimizers: Sequence[Optimizer] = (),
+        half: HalfWeights = HalfWeights(),  # noqa: B008 (frozen)
+        scaled: bool = False,
     ) -> None:
         self.infos, self.groups, self.stage, self.options = tuple(infos), groups, stage, options or ZeroOptions()
-        self.kept = STAGES[stage]
+        self.kept, self.half, self.scaled = STAGES[stage], half, scaled
+        self._loss_scale = 1.0
         self._info = {info.param: info for info in self.infos}
         self._spec: dict[nn.Parameter, ShardSpec] = {info.param: info.spec for info in self.infos}
         self._sync, self._hold, self._next, self._collected = True, False, 0, 0
         self._last_pass: tuple[list[int], Later] | None = None  # units gathered in it, and whether all ranks gathered them
+        self._withheld_sums: list[set[int]] = []
         self._withheld: list[tuple[nn.Parameter, Tensor]] = []
         self._flags: Work = DONE
         self._handles: list[RemovableHandle | ZeroGrad] = []
         self._optimizer_hooks: list[RemovableHandle | ZeroGrad] = []
         self.buckets = self._lay_out(module, optimizers)
         self.reduced = [bucket for bucket in self.buckets if bucket.plan.kind.trained]
+        self._adds_up = [bucket for bucket in self.reduced if bucket.is_half]  # not autograd, since param.grad has another dtype
         self.residency = self._install_units(module) if self.kept.frees_values else None
         self._shards: dict[nn.Parameter, list[nn.Parameter]] = {}
         for bucket in self.buckets:
             if bucket.plan.kind.trained:
-                again = not bucket.stage.shards_optimizer and bucket.counts_again > 1
+                again = not bucket.stage.shards_optimizer and (scaled or bucket.again != 1.0)
                 for index, param in enumerate(bucket.params):
                     if again:  # before autograd adds to what was published
                         self._handles.append(param.register_hook(lambda _grad, bucket=bucket: bucket.begin()))
                     self._handles.append(param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, index)))
-            if self.kept.shards_optimizer:
-                self._register_shards(bucket)
+            self._register_shards(bucket)
         self._unsharded = {info.param for info in self.infos} - self._shards.keys()
+        alone = [bucket for bucket in self.buckets if bucket.groups.shard.size == 1]
+        self._unsharded |= {shard.param for bucket in alone for shard in bucket.shards}
         bucketed = {param for bucket in self.reduced for param in bucket.params}
-        self._handles += [ZeroGrad(m, partial(self._shards_in, m)) for m in module.modules() if any(True for _ in self._shards_in(m))]
+        for m in module.modules():
+            if any(True for _ in self._shards_in(m)):
+                self._handles.append(ZeroGrad(m, partial(self._shards_in, m), lambda m=m: self._forget(m.parameters())))
         self._frozen = [info for info in self.infos if info.param not in bucketed and not info.param.requires_grad]
 
     def _lay_out(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Bucket]:
@@ -111,16 +123,22 @@ class DataParallel:
         members = [info for info in self.infos if info.param not in ignored and self._needs_bucket(info)]
         ranks = self.groups.shard.size if self.kept.shards_optimizer else 1
         plans = plan_buckets(members, ranks, self.options.bucket_bytes, units=self._owner, whole=frozenset(whole))
-        dtype = self.options.reduce_dtype
-        buckets = [Bucket(plan, self.groups, self.kept, dtype) for plan in plans]
+        buckets = [self._bucket(plan, self.kept) for plan in plans]
         apart = [info for info in self.infos if info.param in ignored and self._needs_bucket(info)]
         plans = plan_buckets(apart, 1, self.options.bucket_bytes)
-        return buckets + [Bucket(plan, self.groups, STAGES[0], dtype) for plan in plans]
+        return buckets + [self._bucket(plan, STAGES[0]) for plan in plans]
+
+    def _bucket(self, plan: BucketPlan, stage: Stage) -> Bucket:
+        """Half-precision parameters that stay whole are updated through masters too: as on a single sharding rank, with many replicas."""
+        groups = self.groups
+        if plan.kind.dtype in HALF and not stage.shards_optimizer:
+            stage, groups = STAGES[1], replace(groups, shard=Group("shard"), values=Group("values"), replicate=groups.data)
+        return Bucket(plan, groups, stage, self.options.reduce_dtype, self.half)
 
     def _needs_bucket(self, info: ParameterInfo) -> bool:
-        """Nobody shares the gradient of a parameter on a single data rank: it may stay where autograd puts it."""
+        """Nobody shares the gradient of a parameter on a single data rank: it may stay where autograd puts it, if it is as it should be."""
         alone = self.groups.shard.size * self.groups.replicate.size == 1
-        return not alone or len(info.stages) > 1 or info.partial
+        return not alone or len(info.stages) > 1 or info.partial or self.scaled or info.param.dtype in HALF
 
     def _ignored(self, module: nn.Module) -> set[nn.Parameter]:
         known = dict(module.named_modules())
@@ -223,17 +241,30 @@ class DataParallel:
         """Forget this rank's gradients."""
         for param in self._spec:
             param.grad = None
+        self._forget(self._spec)
+
+    def _forget(self, params: Iterable[nn.Parameter]) -> None:
+        """Gradients of half-precision parameters that a bucket adds up were cleared."""
+        for param in params if self._adds_up else ():
+            if (bucket := getattr(param, "zero", None)) is not None:
+                bucket.forget(param)
 
     def withhold(self) -> None:
         """Hide this rank's gradients, so that a zero_grad that comes too late for them does not find them."""
         self._withheld = [(param, param.grad) for param in self._spec if param.grad is not None]
-        self.clear()
+        self._withheld_sums = [bucket.widened for bucket in self._adds_up]
+        for param, _ in self._withheld:
+            param.grad = None
+        for bucket in self._adds_up:
+            bucket.widened = set()
 
     def restore(self) -> None:
         """Bring back what ``withhold`` hid."""
         for param, grad in self._withheld:
             param.grad = grad
-        self._withheld = []
+        for bucket, widened in zip(self._adds_up, self._withheld_sums, strict=False):
+            bucket.widened |= widened
+        self._withheld, self._withheld_sums = [], []
 
     # --- optimizers --------------------------------------------------------------------------------------------------------------
 
@@ -252,25 +283,32 @@ class DataParallel:
         self._require_whole(optimizer)
         groups = len(optimizer.param_groups)
         self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda optimizer, *_: _refuse_groups(optimizer, groups)))
-        if not self.kept.shards_optimizer:
+        if not self._shards:
             return
         held = {param for group in optimizer.param_groups for param in group["params"]}
         for group in optimizer.param_groups:
             group["params"][:] = [part for param in group["params"] for part in self._shards.get(param, [param])]
         self._cut_state(optimizer)
-        self._optimizer_hooks.append(ZeroGrad(optimizer, lambda: (param for param in held if param in self._shards)))
+        whole = [param for param in held if param in self._shards]
+        self._optimizer_hooks.append(ZeroGrad(optimizer, lambda: whole, lambda: self._forget(whole)))
         for bucket in self.buckets:
             if bucket.stage.shards_optimizer:
                 bucket.optimizer_of |= {shard.param: optimizer for shard in bucket.shards if shard.slot.info.param in held}
-        updated = [bucket for bucket in reversed(self._gathered) if any(param in held for param in bucket.params)]
+        sharded = [bucket for bucket in reversed(self.buckets) if bucket.stage.shards_optimizer]  # in the order of the forward pass
+        updated = [bucket for bucket in sharded if any(param in held for param in bucket.params)]
+        self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda *_: [bucket.before_step() for bucket in updated] and None))
         self._optimizer_hooks.append(optimizer.register_step_post_hook(lambda *_: self._stepped(updated)))
 
     def _stepped(self, updated: list[Bucket]) -> None:
-        """An optimizer changed its spans: whole values are fetched anew, now (stages 1 and 2) or when they are used."""
+        """Shards changed: whole values are fetched anew, now (stages 1 and 2) or when they are used."""
         for bucket in updated:
-            bucket.gather()
+            bucket.after_step()
         if self.residency is not None:
             self.residency.drop()
+
+    def loaded(self) -> None:
+        """The values of shards were read from a checkpoint. All ranks call."""
+        self._stepped([bucket for bucket in self.buckets if bucket.stage.shards_optimizer])
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """What the optimizer's state holds of whole parameters already (Adagrad starts with some) becomes that of its shards."""
@@ -316,6 +354,23 @@ class DataParallel:
     def _gathered(self) -> list[Bucket]:
         """Buckets whose values are fetched after a step (stages 1 and 2); in reverse they are in the order of the forward pass."""
         return [bucket for bucket in self.buckets if bucket.stage.shards_optimizer and not bucket.stage.frees_values]
+
+    @property
+    def loss_scale(self) -> float:
+        """By what the losses of the coming backward passes are multiplied: gradients are divided by it as they are taken in.
+
+        So whatever is published is a gradient of the loss itself, and the scale may change between any two backward passes.
+        """
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if scale == self._loss_scale:
+            return
+        assert self.scaled, "DataParallel(scaled=True) is for losses that are scaled"
+        for bucket in self.reduced:
+            bucket.rescale(1.0 / (bucket.groups.replicas * scale))
+        self._loss_scale = scale
 
     def settle_values(self) -> None:
         """Wait for values that are on their way (stages 1 and 2)."""
@@ -386,13 +441,19 @@ class DataParallel:
             bucket.let_go()
 
     def sharded_value(self, param: nn.Parameter) -> tuple[ShardSpec, Tensor] | None:
-        """Stage 3: the part of a parameter's values that this rank keeps, flat; empty if another has it. None: it is whole here."""
-        bucket = getattr(param, "zero", None)
-        if bucket is None or not bucket.stage.frees_values:
+        """The part of a parameter's values that this rank keeps where not all of them are whole and exact, flat.
+
+        That is at stage 3 (empty if another rank has it), and of half-precision weights with masters. None: the parameter itself is it.
+        """
+        bucket: Bucket | None = getattr(param, "zero", None)
+        if bucket is None or not (bucket.stage.frees_values or (bucket.master is not None and bucket.master.stays)):
             return None
-        for shard in self._shards[param]:
-            return self._spec[shard], shard.detach().view(-1)
-        return self._spec[param].flat(Span(0, 0)), bucket.span[:0]
+        for shard in bucket.shards:
+            if shard.slot.info.param is param:
+                kept = bucket.kept(shard)
+                return self._spec[shard.param].like(kept.dtype), kept
+        nothing = bucket.span[:0] if bucket.master is None or not bucket.master.stays else bucket.master.values[:0]
+        return self._spec[param].flat(Span(0, 0)).like(nothing.dtype), nothing
 
     # --- hooks -------------------------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,11 @@ class ZeroGrad:
 
     Args:
         others: gives the tensors of that other home.
+        forget: drops what is of neither.
     """
 
-    def __init__(self, owner: nn.Module | Optimizer, others: Callable[[], Iterable[Tensor]]) -> None:
-        self.owner, self.others = owner, others
+    def __init__(self, owner: nn.Module | Optimizer, others: Callable[[], Iterable[Tensor]], forget: Callable[[], object]) -> None:
+        self.owner, self.others, self.forget = owner, others, forget
         owner.zero_grad = self
 
     def __call__(self, set_to_none: bool = True) -> None:
@@ -32,6 +33,7 @@ class ZeroGrad:
                 tensor.grad.zero_()
             else:
                 tensor.grad = None
+        self.forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (type(self.owner).zero_grad, self.owner)
