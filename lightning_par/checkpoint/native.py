@@ -30,14 +30,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.shard import LoadPlanner, SavePlanner, Shard
+from lightning_par.checkpoint.source import require_fit
 from lightning_par.comm import Group
 
 META, PARTIAL, REPLACED = "meta.pt", ".partial", ".replaced"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read or written; the message says which and why."""
 
 
 def save(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], meta: Mapping[str, Any], world: Group) -> None:
@@ -55,41 +53,39 @@ def save(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], meta: Map
 
 def is_native(folder: str | os.PathLike[str]) -> bool:
     """Whether this is a complete checkpoint of ours."""
-    return _complete_folder(Path(folder)) is not None
+    return _found(Path(folder)) is not None
 
 
 def read_meta(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The plain part, on CPU. Any rank may call alone."""
-    source = _require(folder)
+    source = complete_folder(folder)
     with _damage_is_named(source):
         return torch.load(source / META, map_location="cpu", weights_only=True)
 
 
 def read_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Whole shape and dtype of every tensor in the checkpoint. Any rank may call alone."""
-    source = _require(folder)
+    source = complete_folder(folder)
     with _damage_is_named(source):
         metadata = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def read_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Shard]) -> None:
+def read_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], reader: dcp.FileSystemReader | None = None) -> None:
     """Fill the data of ``tensors``, whatever layout wrote them. Ranks read on their own: any rank may call alone.
+
+    Args:
+        reader: of the folder, for those who call often.
 
     Raises:
         CheckpointError: a tensor is missing in the checkpoint, or has another shape there; all of them are named.
     """
-    source, index = _require(folder), read_index(folder)
+    source, index = complete_folder(folder), read_index(folder)
     wanted = {name: shard for name, shard in tensors.items() if shard.spec.span.size}
-    faults = [f"{name} is missing" for name in wanted if name not in index]
-    for name, shard in wanted.items():
-        if name in index and tuple(index[name][0]) != shard.spec.shape:
-            faults.append(f"{name} has shape {tuple(index[name][0])}, but the model needs {shard.spec.shape}")
-    if faults:
-        raise CheckpointError(f"checkpoint {source} does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))
+    require_fit(source, {name: shape for name, (shape, _) in index.items()}, wanted)
     if wanted:
         with _damage_is_named(source), _no_word_of_single_processes():
-            dcp.load(dict(wanted), checkpoint_id=source, planner=LoadPlanner(), no_dist=True)
+            dcp.load(dict(wanted), storage_reader=reader or dcp.FileSystemReader(source), planner=LoadPlanner(), no_dist=True)
 
 
 @contextmanager
@@ -141,15 +137,16 @@ def _complete(target: Path, partial: Path, meta: Mapping[str, Any]) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _complete_folder(folder: Path) -> Path | None:
+def _found(folder: Path) -> Path | None:
     for candidate in (folder, folder.with_name(folder.name + REPLACED)):
         if (candidate / META).is_file() and (candidate / ".metadata").is_file() and not candidate.name.endswith(PARTIAL):
             return candidate
     return None
 
 
-def _require(folder: str | os.PathLike[str]) -> Path:
-    found = _complete_folder(Path(folder))
+def complete_folder(folder: str | os.PathLike[str]) -> Path:
+    """Where the checkpoint ``folder`` lies complete; a CheckpointError if nowhere."""
+    found = _found(Path(folder))
     if found is None:
         raise CheckpointError(f"{folder} is not a complete checkpoint of lightning_par (a folder with {META} and .metadata)")
     return found

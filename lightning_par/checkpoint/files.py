@@ -1,0 +1,115 @@
+"""Files of ``torch.save``: read without running what is in them, written without holding them in memory, and put in place whole.
+
+Note [What is refused]
+~~~~~~~~~~~~~~~~~~~~~~
+A pickle may name any function of any module and have it called. ``torch.load(weights_only=True)`` calls none but those that make tensors
+and plain containers; classes that a format needs are stood in for by ours, under the name that the file has for them (``stubs``). Any
+other name is refused and told.
+
+Note [Memory]
+~~~~~~~~~~~~~
+Tensors of a file are mapped, so that they take memory when they are read, and give it back when it is needed elsewhere. Tensors that are
+to be written together are first put one by one into files without a name (``Scratch``), which costs disk space instead of memory.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.checkpoint.errors import CheckpointError
+
+
+def load(file: Path, stubs: Mapping[str, type] | None = None) -> Any:
+    """What ``torch.save`` wrote, on CPU. See Note [What is refused] and Note [Memory].
+
+    Args:
+        stubs: classes in place of those that the file names, by module and name.
+
+    Raises:
+        CheckpointError: the file is damaged, or names what is refused.
+    """
+    try:
+        with torch.serialization.safe_globals([(stub, name) for name, stub in (stubs or {}).items()]):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        named = re.search(r"(?:GLOBAL|global|function|class) '?([\w.]+\.[\w.]+)'?", str(error))
+        if named is None:
+            raise CheckpointError(f"{file} is damaged, or no file of torch.save: {error}") from error
+        raise CheckpointError(
+            f"{file} names {named[1]}, which is no plain data, so reading it could run any code: refused. If you wrote the file yourself, "
+            f"allow it with torch.serialization.add_safe_globals([{named[1]}])"
+        ) from None
+    except (RuntimeError, EOFError, ValueError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged or cannot be read: {error}") from error
+
+
+def save(value: Any, file: Path, pickle_module: Any = pickle) -> None:
+    """``torch.save``, through to the disk."""
+    with open(file, "wb") as opened:
+        torch.save(value, opened, pickle_module=pickle_module)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+class Scratch:
+    """Tensors in files that have no name any more: they go when the tensors go. See Note [Memory].
+
+    Args:
+        folder: on a disk with room for them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        numel = torch.Size(shape).numel()
+        if numel == 0:
+            return torch.zeros(shape, dtype=dtype)
+        handle, path = tempfile.mkstemp(dir=self._folder)
+        try:
+            os.ftruncate(handle, numel * dtype.itemsize)
+            return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(shape)
+        finally:
+            os.close(handle)
+            os.unlink(path)
+
+    def keep(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy."""
+        return self.zeros(tuple(tensor.shape), dtype or tensor.dtype).copy_(tensor)
+
+
+@contextmanager
+def put_in_place(target: Path) -> Iterator[Path]:
+    """A path beside ``target`` to write a file or folder to; it becomes ``target`` by one rename, or is deleted after an error.
+
+    Raises:
+        CheckpointError: there is something at ``target``.
+    """
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} is there already: nothing is overwritten; delete it, or choose another path")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        written = Path(folder) / target.name
+        yield written
+        if target.exists():
+            raise CheckpointError(f"{target} has come to be while this was being written: nothing is overwritten")
+        written.rename(target)
+
+
+def free_space(folder: Path) -> int:
+    """Bytes, on the disk of ``folder`` or of its nearest parent that is there."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,200 @@
+"""A checkpoint of any format, seen as one: tensors that are read when they are wanted, and plain data.
+
+Note [One form for all formats]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each format is a function that opens a file or folder as a ``Source`` and one that writes a ``Source``. So a conversion is one of the
+first and one of the second, and a strategy that can load from a ``Source`` can load everything::
+
+    entries   model.<name>                    a parameter or buffer, whole, under its first name in the module; parameters as exact as
+                                              the format has them (float32 masters, not the half-precision values made of them)
+              optimizer.<i>.<name>.<key>      the state of optimizer i: moments in the shape of their parameter, step counts
+              rng.<rank>.<generator>          random generators
+    meta      Lightning's keys (epoch, global_step, loops, lr_schedulers, ...) and
+              optimizer_states                for each optimizer its groups, with the names of parameters, in the order it got them, and
+                                              state that is no tensor
+              lightning_par_module            aliases: each key of the state dict, in order, and the first name of what it stands for;
+                                              buffers and frozen: first names
+
+Formats that number parameters instead of naming them (a ``.ckpt`` file of Lightning, DeepSpeed without ZeRO) have ``#<number>`` for the
+name, until somebody who knows the order tells it: ``Source.named``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_par.checkpoint.errors import CheckpointError
+from lightning_par.checkpoint.shard import Shard
+
+MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
+OPTIMIZERS, MODULE = "optimizer_states", "lightning_par_module"
+NUMBERED = "#"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is read, whole and on CPU, each time it is asked for. It may share memory with a file: do not write into it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Entry:
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened checkpoint. See Note [One form for all formats].
+
+    Attributes:
+        path: as given.
+        format: in words, for people.
+        facts: about the files, for people.
+    """
+
+    path: Path
+    format: str
+    meta: dict[str, Any]
+    entries: dict[str, Entry]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        return self.entries[name].read()
+
+    def fill(self, shards: Mapping[str, Shard]) -> None:
+        """Fill the data of ``shards``, in their own dtypes. Any rank may call alone.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another shape; all of them are named.
+        """
+        wanted = {name: shard for name, shard in shards.items() if shard.spec.span.size}
+        require_fit(self.path, {name: entry.shape for name, entry in self.entries.items()}, wanted)
+        for name, shard in wanted.items():
+            whole, flat = self.read(name), shard.data.detach().view(-1)
+            for box in shard.spec.boxes():
+                box.view(flat).copy_(whole[tuple(slice(o, o + size) for o, size in zip(box.offsets, box.sizes, strict=True))])
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether parameters of optimizers are numbered, not named."""
+        return any(name.startswith(NUMBERED) for meta in self.meta.get(OPTIMIZERS, []) for g in meta["groups"] for name in g["params"])
+
+    def named(self, orders: Sequence[Sequence[str]], frozen: Collection[str] = ()) -> Source:
+        """The same with names for numbers.
+
+        Args:
+            orders: the parameters of each optimizer, in the order it got them.
+            frozen: those among them that the writer may have left out.
+
+        Raises:
+            CheckpointError: an optimizer has another number of parameters, or the state of one has another shape.
+        """
+        names: dict[str, str] = {}
+        metas = []
+        for index, (meta, order) in enumerate(zip_longest(self.meta.get(OPTIMIZERS, []), orders, fillvalue=())):
+            count = sum(len(group["params"]) for group in meta["groups"]) if meta else 0
+            fitting = [names for names in (order, [name for name in order if name not in frozen]) if len(names) == count]
+            if not fitting:
+                raise CheckpointError(
+                    f"checkpoint {self.path}: optimizer {index} has {count} parameters there, and {len(order)} in the model"
+                )
+            names |= {f"{index}.{NUMBERED}{place}": name for place, name in enumerate(fitting[0])}
+            groups = [group | {"params": [names[f"{index}.{number}"] for number in group["params"]]} for group in meta["groups"]]
+            scalars = {names[f"{index}.{number}"]: state for number, state in meta["scalars"].items()}
+            metas.append({"groups": groups, "scalars": scalars})
+        entries = {}
+        for entry, value in self.entries.items():
+            index, number, key = _numbered(entry)
+            if index is not None:
+                name = names[f"{index}.{number}"]
+                entry = f"{OPTIMIZER}.{index}.{name}.{key}" if key else f"{MODEL}.{name}"
+                model = self.entries.get(f"{MODEL}.{name}")
+                if model is not None and value.shape and key != "step" and value.shape != model.shape:
+                    raise CheckpointError(f"checkpoint {self.path}: {entry} has shape {value.shape} there, but {name} has {model.shape}")
+            entries[entry] = value
+        return replace(self, meta=self.meta | {OPTIMIZERS: metas}, entries=entries)
+
+
+def _numbered(entry: str) -> tuple[int | None, str, str]:
+    """Index of the optimizer, number and key, of an entry with a number; a ``model.#n`` is the master of that parameter."""
+    kind, _, rest = entry.partition(".")
+    if kind == MODEL and rest.startswith(NUMBERED):
+        return 0, rest, ""
+    index, _, rest = rest.partition(".")
+    if kind == OPTIMIZER and rest.startswith(NUMBERED):
+        return int(index), *rest.split(".", 1)
+    return None, "", ""
+
+
+def require_fit(path: str | os.PathLike[str], stored: Mapping[str, Sequence[int]], wanted: Mapping[str, Shard]) -> None:
+    """Raise a CheckpointError that names every tensor of ``wanted`` which is not in ``stored`` (whole shapes), or has another shape."""
+    faults = [f"{name} is missing" for name in wanted if name not in stored]
+    for name, shard in wanted.items():
+        if name in stored and tuple(stored[name]) != shard.spec.shape:
+            faults.append(f"{name} has shape {tuple(stored[name])}, but the model needs {shard.spec.shape}")
+    if faults:
+        raise CheckpointError(f"checkpoint {path} does not fit:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a whole model's checkpoint holds, by name: what a writer of another format goes by.
+
+    Attributes:
+        aliases: each key of the state dict, in order, and the first name of what it stands for.
+        buffers, frozen: first names.
+        groups: of all optimizers, with the names of trained parameters only, in the order they were given.
+    """
+
+    aliases: dict[str, str]
+    buffers: tuple[str, ...]
+    frozen: tuple[str, ...]
+    groups: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def of(cls, source: Source) -> Contents:
+        names = [entry.removeprefix(f"{MODEL}.") for entry in source.entries if entry.startswith(f"{MODEL}.")]
+        told = source.meta.get(MODULE, {})
+        metas = source.meta.get(OPTIMIZERS, [])
+        buffers = tuple(told.get("buffers", ()))
+        frozen = told["frozen"] if "frozen" in told else _stateless(source, metas)
+        groups = tuple(
+            group | {"params": [name for name in group["params"] if name not in frozen]} for meta in metas for group in meta["groups"]
+        )
+        trained = {name for group in groups for name in group["params"]}
+        aliases = told.get("aliases") or {name: name for name in names}
+        return cls(aliases, buffers, tuple(n for n in names if n not in trained and n not in buffers), groups)
+
+
+def states(source: Source, index: int) -> dict[str, dict[str, Entry]]:
+    """The state of optimizer ``index``: by parameter, by key."""
+    found: dict[str, dict[str, Entry]] = {}
+    prefix = f"{OPTIMIZER}.{index}."
+    for entry, value in source.entries.items():
+        if entry.startswith(prefix):
+            name, _, key = entry.removeprefix(prefix).rpartition(".")
+            found.setdefault(name, {})[key] = value
+    return found
+
+
+def _stateless(source: Source, metas: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Parameters that an optimizer has, but never stepped, while it stepped others: where nothing is told, they are taken for frozen."""
+    found: set[str] = set()
+    for index, meta in enumerate(metas):
+        stepped = states(source, index).keys() | meta["scalars"].keys()
+        found |= {name for group in meta["groups"] for name in group["params"] if stepped and name not in stepped}
+    return found
+
+
+def rng_of(source: Source) -> Iterator[tuple[str, Entry]]:
+    return ((name, entry) for name, entry in source.entries.items() if name.startswith(f"{RNG}."))

@@ -1,0 +1,175 @@
+"""Our own folders and Lightning's single files, as a ``Source`` of whole tensors, and written from one. In one process, without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from typing_extensions import override
+
+from lightning_par.checkpoint import native
+from lightning_par.checkpoint.errors import CheckpointError
+from lightning_par.checkpoint.files import Scratch, load, save
+from lightning_par.checkpoint.shard import Shard
+from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZER, OPTIMIZERS, Contents, Entry, Source, rng_of, states
+from lightning_par.comm import Group
+from lightning_par.comm.trace import Trace
+from lightning_par.layout import ShardSpec
+
+EXTRA = "lightning_par"
+"""The key under which files of other formats carry what only we know: layout, generators, names of the optimizers' parameters."""
+
+
+# ---- folders of ours
+
+
+class NativeSource(Source):
+    """Ranks read from it only the boxes that they hold."""
+
+    @override
+    def fill(self, shards: Mapping[str, Shard]) -> None:
+        native.read_tensors(self.path, shards)
+
+
+def open_native(path: Path) -> Source:
+    """A native folder, complete."""
+    reader = _Reader(native.complete_folder(path))
+
+    def entry(name: str, shape: torch.Size, dtype: torch.dtype) -> Entry:
+        def read() -> Tensor:
+            whole = Shard.whole(torch.empty(shape, dtype=dtype), writes=False)
+            native.read_tensors(path, {name: whole}, reader)
+            return whole.data
+
+        return Entry(tuple(shape), dtype, read)
+
+    index = native.read_index(path)
+    meta = native.read_meta(path)
+    return NativeSource(
+        path, "native folder", meta, {name: entry(name, *told) for name, told in index.items()}, {"layout": meta.get("layout")}
+    )
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the index once."""
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        return super().read_metadata()
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+def write_native(source: Source, path: Path) -> None:
+    """``source`` as a native folder, written by one process, a tensor at a time."""
+    shards = {name: _Lazy.of(entry) for name, entry in source.entries.items()}
+    native.save(path, shards, source.meta, Group("world", trace=Trace()))
+
+
+@dataclass(frozen=True)
+class _Lazy(Shard):
+    """A whole tensor that is read when it is written."""
+
+    entry: Entry | None = None
+
+    @classmethod
+    def of(cls, entry: Entry) -> _Lazy:
+        like = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        return cls(ShardSpec.whole(like), like, True, entry)
+
+    @override
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert self.entry is not None
+        return self.entry.read()
+
+
+# ---- single files of Lightning
+
+
+def is_single(path: Path) -> bool:
+    return path.is_file()
+
+
+def open_single(path: Path) -> Source:
+    """Lightning's ``.ckpt``, or a file of weights alone. Parameters of optimizers are numbered, unless we wrote it or torch named them.
+
+    Raises:
+        CheckpointError: the file is damaged, names what is no plain data, or is no checkpoint.
+    """
+    loaded = load(path)
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} holds a {type(loaded).__name__}, no checkpoint")
+    weights = loaded.pop("state_dict") if "state_dict" in loaded else loaded
+    if not (weights and all(isinstance(value, Tensor) for value in weights.values())):
+        raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no state_dict of tensors")
+    meta = {} if weights is loaded else loaded
+    extra = meta.pop(EXTRA, {})
+    aliases = tied(weights)
+    entries = {f"{MODEL}.{name}": Entry.of(weights[name]) for name in dict.fromkeys(aliases.values())}
+    metas = []
+    for index, optimizer in enumerate(meta.pop(OPTIMIZERS, [])):
+        found, told = number(optimizer, index)
+        entries |= found
+        metas.append(told)
+    entries |= {name: Entry.of(value) for name, value in extra.get("rng", {}).items()}
+    told = extra.get(MODULE, {"aliases": aliases})
+    source = Source(path, "single file", meta | {OPTIMIZERS: metas, MODULE: told} | extra.get("meta", {}), entries)
+    return source.named(extra["names"]) if "names" in extra else source
+
+
+def tied(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Each key and the first one with the same memory."""
+    first: dict[Any, str] = {}
+    return {
+        name: name if not value.numel() else first.setdefault((value.data_ptr(), value.shape, value.stride()), name)
+        for name, value in weights.items()
+    }
+
+
+def number(optimizer: Mapping[str, Any], index: int) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """The state dict of a torch optimizer as entries and meta, with numbers for names."""
+    entries, scalars = {}, {}
+    for place, state in optimizer["state"].items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                entries[f"{OPTIMIZER}.{index}.{NUMBERED}{place}.{key}"] = Entry.of(value)
+            else:
+                scalars.setdefault(f"{NUMBERED}{place}", {})[key] = value
+    groups = [group | {"params": [f"{NUMBERED}{place}" for place in group["params"]]} for group in optimizer["param_groups"]]
+    return entries, {"groups": groups, "scalars": scalars}
+
+
+def write_single(source: Source, path: Path) -> None:
+    """``source`` as a ``.ckpt`` that plain Lightning loads: weights, optimizers, schedulers, loops."""
+    contents, scratch = Contents.of(source), Scratch(path.parent)
+    weights = {name: scratch.keep(source.read(f"{MODEL}.{name}")) for name in dict.fromkeys(contents.aliases.values())}
+    meta = dict(source.meta)
+    optimizers = [_state_dict(source, index, told, scratch) for index, told in enumerate(meta.pop(OPTIMIZERS, []))]
+    extra = {
+        MODULE: meta.pop(MODULE, {"aliases": contents.aliases}),
+        "names": [[name for group in told["groups"] for name in group["params"]] for told in source.meta.get(OPTIMIZERS, [])],
+        "meta": {key: meta.pop(key) for key in ("layout",) if key in meta},
+        "rng": {name: entry.read() for name, entry in rng_of(source)},
+    }
+    named = {key: weights[name] for key, name in contents.aliases.items()}
+    save(meta | {"state_dict": named, OPTIMIZERS: optimizers, EXTRA: extra}, path)
+
+
+def _state_dict(source: Source, index: int, meta: Mapping[str, Any], scratch: Scratch) -> dict[str, Any]:
+    names = [name for group in meta["groups"] for name in group["params"]]
+    places, found = {name: place for place, name in enumerate(names)}, states(source, index)
+    state = {
+        place: {key: scratch.keep(entry.read()) for key, entry in found.get(name, {}).items()} | meta["scalars"].get(name, {})
+        for name, place in places.items()
+        if name in found or name in meta["scalars"]
+    }
+    return {"state": state, "param_groups": [group | {"params": [places[name] for name in group["params"]]} for group in meta["groups"]]}
