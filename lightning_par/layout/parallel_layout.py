@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_par.layout.schedules import SCHEDULES
+
 ZERO_STAGES = (0, 1, 2, 3)
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 
 
 class LayoutError(ValueError):
@@ -45,8 +46,8 @@ class ParallelLayout:
         cp: context-parallel degree (ranks that share each sequence).
         zero: 0 bucketed all-reduce · 1 optimizer states sharded over dp · cp · 2 gradients too · 3 parameters too.
         replicate: of the dp replicas, how many groups hold a full set of shards (hybrid sharding: shard inside, replicate across).
-        schedule: order of the pipeline's forwards and backwards: ``gpipe``, ``1f1b`` or ``interleaved_1f1b``.
-        chunks: stages on each pipeline rank (interleaved); stage s stands on pipeline rank s mod pp.
+        schedule: order of the pipeline's forwards and backwards: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``zb_h1`` or ``zbv``.
+        chunks: stages on each pipeline rank (``interleaved_1f1b``: any number, ``zbv``: 2, the others: 1).
         microbatches: pieces a pipeline cuts each batch into; None = pp · chunks, at most the batch size.
     """
 
@@ -92,6 +93,11 @@ class ParallelLayout:
         facts = facts or ModelFacts()
         return self._world_violations(world) + self._model_violations(facts) + self._data_violations(facts)
 
+    @property
+    def loss_index(self) -> int:
+        """Index along pp of the ranks with the last stage, where losses are."""
+        return SCHEDULES[self.schedule].rank_of(self.pp * self.chunks - 1, self.pp)
+
     def microbatches_for(self, batch: int) -> int:
         """Pieces a pipeline cuts a batch of this many samples into."""
         return min(self.microbatches or self.pp * self.chunks, max(batch, 1))
@@ -106,13 +112,12 @@ class ParallelLayout:
             found.append(f"zero={self.zero!r}: choose one of {', '.join(map(str, ZERO_STAGES))}")
         if self.zero == 0 and self.replicate != 1:
             found.append(f"replicate={self.replicate} with zero=0: everything is replicated then; leave it at 1, or choose zero 1, 2 or 3")
-        if self.schedule not in SCHEDULES:
+        if self.schedule not in list(SCHEDULES):
             found.append(f"schedule={self.schedule!r}: choose one of {', '.join(SCHEDULES)}")
-        if _positive(self.chunks) and self.chunks > 1 and (self.schedule != "interleaved_1f1b" or self.pp == 1):
-            found.append(
-                f"chunks={self.chunks} with schedule={self.schedule} and pp={self.pp}: several stages a rank need "
-                "schedule=interleaved_1f1b and pp of at least 2"
-            )
+        elif _positive(self.chunks) and self.pp != 1 and (refusal := SCHEDULES[self.schedule].refusal(self.chunks)):
+            found.append(refusal)
+        if _positive(self.chunks) and self.chunks > 1 and self.pp == 1:
+            found.append(f"chunks={self.chunks} with pp=1: only a pipeline has stages; leave chunks at 1, or raise pp")
         if self.microbatches is not None and not _positive(self.microbatches):
             found.append(f"microbatches={self.microbatches!r}: give a whole number of at least 1, or None for one a stage")
         elif self.microbatches is not None and self.pp == 1:

@@ -3,13 +3,11 @@
 from lightning_par.pipeline.engine import Pipeline
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.plan import forward_plan, training_plan
-from lightning_par.pipeline.schedules import SCHEDULES
 from lightning_par.pipeline.simulate import Costs, ScheduleError, Simulation, simulate
 from lightning_par.pipeline.split import Placement, balance, place
 from lightning_par.pipeline.stage import StageExit
 
 __all__ = [
-    "SCHEDULES",
     "Costs",
     "Pipeline",
     "PipelineError",

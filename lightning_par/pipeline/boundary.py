@@ -76,7 +76,8 @@ def messages_of(output: Any) -> list[Tensor]:
 class Inlet:
     """Where received tensors enter this stage's graph, and their gradients come out.
 
-    ``tensors`` are the received ones, no leaves, so that a layer may work in place on them as on any other layer's output.
+    ``tensors`` are the received ones, no leaves, so that a layer may work in place on them as on any other layer's output; ``entry`` is the
+    leaf behind them.
     """
 
     def __init__(self, received: list[Tensor], *, grad: bool) -> None:
@@ -84,7 +85,8 @@ class Inlet:
         self._forms = [form_of(tensor) for tensor in floating]
         self._device = next((tensor.device for tensor in floating), None)
         self._grads: tuple[Tensor, ...] | None = None
-        entered = iter(_Enter.apply(torch.empty(0, requires_grad=True), self, tuple(floating)) if grad and floating else floating)
+        self.entry = torch.empty(0, requires_grad=True)
+        entered = iter(_Enter.apply(self.entry, self, tuple(floating)) if grad and floating else floating)
         self.tensors = [next(entered) if tensor.is_floating_point() else tensor for tensor in received]
 
     def take_gradients(self) -> list[Tensor]:
@@ -109,19 +111,7 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class Edges:
-    """Where gradients enter the graph of a stage's output; holds the graph, but not the output itself."""
-
-    edges: list[GradientEdge | None]  # per floating tensor; None where it needs no gradient
-
-    @classmethod
-    def of(cls, output: Any) -> Edges:
-        floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-        return cls([get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating])
-
-    def backward(self, grads: list[Tensor]) -> None:
-        """Run the stage backward from the gradients of its floating outputs."""
-        pairs = [(edge, grad) for edge, grad in zip(self.edges, grads, strict=True) if edge is not None]
-        if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+def edges_of(output: Any) -> list[GradientEdge | None]:
+    """Where gradients enter the graph of a stage's floating outputs, None where one needs no gradient. Holds the graph, not the output."""
+    floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating]

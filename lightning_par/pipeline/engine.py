@@ -5,17 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_par.comm import Group, Lanes, Work
-from lightning_par.pipeline.actions import Action, Kind
+from lightning_par.layout import Action, Kind, Schedule
+from lightning_par.pipeline.backward import Rest, backward, backward_inputs
 from lightning_par.pipeline.boundary import (
-    Edges,
     Inlet,
     TensorForm,
+    edges_of,
     form_of,
     gradient_forms,
     messages_of,
@@ -26,7 +29,7 @@ from lightning_par.pipeline.boundary import (
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.inbox import Inbox
 from lightning_par.pipeline.lower import receive_of, send_of_free
-from lightning_par.pipeline.plan import Plan, forward_plan, training_plan
+from lightning_par.pipeline.plan import Plan, forward_plan, schedule_of, training_plan
 from lightning_par.pipeline.split import Placement, cut, place
 from lightning_par.pipeline.stage import StageExit, StageLayers
 
@@ -45,7 +48,7 @@ class Pipeline:
     module: nn.Module
     layers: StageLayers
     lanes: Lanes
-    schedule: str
+    schedule: Schedule
     chunks: int
     placement: Placement
     names: dict[str, str]
@@ -60,21 +63,21 @@ class Pipeline:
         those that stay keep their names. ``layers`` names the layer list where it cannot be found. See Note [What lives where].
         """
         training_plan(schedule, group.size, chunks, 1)  # refuses an unknown schedule before anything is changed
-        stages = group.size * chunks
+        order, stages = schedule_of(schedule), group.size * chunks
+        rank_of = [order.rank_of(stage, group.size) for stage in range(stages)]
         placement = place(module, stages, layers)
         first_names = {id(p): name for name, p in module.named_parameters()}
         everything = [(name, first_names[id(p)]) for name, p in module.named_parameters(remove_duplicate=False)]
         holders: dict[str, set[int]] = {first: set() for _, first in everything}
         for name, first in everything:
-            holders[first].update(stage % group.size for stage in placement.stages_of(name))
-        neighbours = {(s % group.size, (s + 1) % group.size) for s in range(stages - 1)}
-        pairs = {pair for a, b in neighbours if a != b for pair in ((a, b), (b, a))}
-        stage_layers = cut(module, placement, group.size, group.index)
+            holders[first].update(rank_of[stage] for stage in placement.stages_of(name))
+        pairs = {pair for a, b in pairwise(rank_of) if a != b for pair in ((a, b), (b, a))}
+        stage_layers = cut(module, placement, order.stages_of(group.index, group.size, chunks))
         return cls(
             module=module,
             layers=stage_layers,
             lanes=Lanes.open(group, pairs),
-            schedule=schedule,
+            schedule=order,
             chunks=chunks,
             placement=placement,
             names={name: first_names[id(p)] for name, p in module.named_parameters()},
@@ -90,33 +93,37 @@ class Pipeline:
         return self.lanes.group.index
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank holds the first stage."""
-        return self.index == 0
-
-    @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage, where losses are."""
-        return self.index == self.ranks - 1
+        return self.index == self.rank_of(len(self.placement.spans) - 1)
 
-    def forward_backward(self, forward: Callable[[int], Tensor], signatures: Sequence[Hashable]) -> None:
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank on which a stage stands."""
+        return self.schedule.rank_of(stage, self.ranks)
+
+    def forward_backward(self, forward: Callable[[int], Tensor], signatures: Sequence[Hashable], *, split: bool = True) -> None:
         """Run one training step over ``len(signatures)`` micro-batches; gradients add to what the parameters have.
 
         All ranks of the group must call. ``forward(m)`` runs the user's step on micro-batch m and returns its loss, weighted and scaled; on
         ranks without the last stage it will not return. It is called once for each stage of this rank. ``signatures[m]`` stands for the
         shapes and dtypes of the micro-batch's input, equally on all ranks. What the step raises comes out unchanged.
+
+        ``split``: schedules that do backward in two parts do. Where a parameter's value is not there outside its module's forward and
+        backward (ZeRO 3) that cannot be; their first part does all of it then.
         """
-        plan = training_plan(self.schedule, self.ranks, self.chunks, len(signatures))
-        self._run(plan, forward, signatures, grad=True)
+        plan = training_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
+        self._run(plan, forward, signatures, grad=True, split=split)
 
     def forward_only(self, forward: Callable[[int], object], signatures: Sequence[Hashable]) -> None:
         """Run the stages forward over micro-batches without gradients; as ``forward_backward``, but ``forward`` may return anything."""
-        plan = forward_plan(self.ranks, self.chunks, len(signatures))
-        self._run(plan, forward, signatures, grad=False)
+        plan = forward_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
+        self._run(plan, forward, signatures, grad=False, split=False)
 
-    def _run(self, plan: Plan, forward: Callable[[int], object], signatures: Sequence[Hashable], *, grad: bool) -> None:
+    def _run(self, plan: Plan, forward: Callable[[int], object], signatures: Sequence[Hashable], *, grad: bool, split: bool) -> None:
+        actions = plan[self.index]
         with torch.set_grad_enabled(grad):
-            _Step(self, forward, signatures, grad).run(plan[self.index])
+            split = split and any(action.kind is Kind.W for action in actions)
+            _Step(self, forward, signatures, grad=grad, split=split).run(actions)
 
 
 Place = tuple[int, int]
@@ -126,21 +133,25 @@ Place = tuple[int, int]
 class _Step:
     """One pass of a rank over its list. Everything it holds belongs to this step, and goes with it."""
 
-    def __init__(self, pipeline: Pipeline, forward: Callable[[int], object], signatures: Sequence[Hashable], grad: bool) -> None:
-        self.pipeline, self.forward, self.signatures, self.grad = pipeline, forward, signatures, grad
+    def __init__(
+        self, pipeline: Pipeline, forward: Callable[[int], object], signatures: Sequence[Hashable], *, grad: bool, split: bool
+    ) -> None:
+        self.pipeline, self.forward, self.signatures, self.grad, self.split = pipeline, forward, signatures, grad, split
         self.lanes, self.forms = pipeline.lanes, pipeline._forms
         self.last_stage = len(pipeline.placement.spans) - 1
         self.device = next((p.device for p in pipeline.module.parameters()), torch.device("cpu"))
         self.inbox = Inbox(self.lanes, self.device, self._forms_of, self._learn)
         self.inlets: dict[Place, Inlet] = {}  # where inputs came in, until their gradients are taken
-        self.graphs: dict[Place, Edges] = {}  # where the gradient of an output enters, until backward
-        self.losses: dict[int, Tensor] = {}
+        self.graphs: dict[Place, list[GradientEdge | None]] = {}  # where gradients of an output enter, until backward
+        self.seeds: dict[int, Tensor] = {}  # by micro-batch, the gradient of its loss: 1
+        self.rests: dict[Place, Rest] = {}  # what is left of a backward
         self.outgoing: dict[Action, list[Tensor]] = {}  # by the receive that takes it
         self.headers: dict[Action, Any] = {}  # forms to send ahead of it
         self.sent: dict[Action, list[Work]] = {}
         self.methods: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
+            Kind.W: self._backward_rest,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
@@ -152,7 +163,7 @@ class _Step:
     def run(self, actions: Sequence[Action]) -> None:
         for action in actions:
             self.methods[action.kind](action)
-        left = [key for held in (self.inlets, self.graphs, self.losses, self.outgoing, self.headers, self.sent) for key in held]
+        left = [key for held in (self.inlets, self.graphs, self.seeds, self.rests, self.outgoing, self.headers, self.sent) for key in held]
         assert not left, f"the step left something behind: {left}"
         assert self.inbox.is_empty, "the step left messages unread"
 
@@ -173,12 +184,21 @@ class _Step:
 
     def _backward(self, action: Action) -> None:
         place = action.stage, action.microbatch
-        if action.stage == self.last_stage:
-            self.losses.pop(action.microbatch).backward()
+        is_last = action.stage == self.last_stage
+        grads = [self.seeds.pop(action.microbatch)] if is_last else self._collect(action._replace(kind=Kind.RECV_B))
+        pairs = [(edge, grad) for edge, grad in zip(self.graphs.pop(place), grads, strict=True) if edge is not None]
+        outputs, grads = [edge for edge, _ in pairs], [grad for _, grad in pairs]
+        inlet = self.inlets.pop(place, None)
+        if self.split:
+            self.rests[place] = backward_inputs(outputs, grads, None if inlet is None else inlet.entry)
         else:
-            self.graphs.pop(place).backward(self._collect(action._replace(kind=Kind.RECV_B)))
-        if action.stage > 0:
-            self.outgoing[receive_of(action._replace(kind=Kind.SEND_B))] = self.inlets.pop(place).take_gradients()
+            backward(outputs, grads)
+        if inlet is not None:
+            self.outgoing[receive_of(action._replace(kind=Kind.SEND_B))] = inlet.take_gradients()
+
+    def _backward_rest(self, action: Action) -> None:
+        if self.split:
+            self.rests.pop((action.stage, action.microbatch))()
 
     def _send(self, action: Action) -> None:
         receive = receive_of(action)
@@ -226,7 +246,7 @@ class _Step:
             self.headers[receive] = form
         self.outgoing[receive] = messages_of(output)
         if self.grad:
-            self.graphs[action.stage, action.microbatch] = Edges.of(output)
+            self.graphs[action.stage, action.microbatch] = edges_of(output)
 
     def _keep_loss(self, action: Action, loss: Any) -> None:
         self.forms.setdefault(self._key(action.stage, action.microbatch), ())
@@ -236,7 +256,8 @@ class _Step:
             raise PipelineError(
                 f"the step of micro-batch {action.microbatch} must return its loss, a tensor of one element; it returned {loss!r}"
             )
-        self.losses[action.microbatch] = loss
+        self.graphs[action.stage, action.microbatch] = [get_gradient_edge(loss)]
+        self.seeds[action.microbatch] = torch.ones_like(loss)
 
     def _look_for_nan(self, action: Action, tensors: list[Tensor], output: Any) -> None:
         """Warn where a stand-in's NaN may have gone on. See Note [The unmodified forward]."""
@@ -268,7 +289,7 @@ class _Step:
         return stage, self.grad, self.signatures[microbatch]
 
     def _rank(self, stage: int) -> int:
-        return stage % self.pipeline.ranks
+        return self.pipeline.rank_of(stage)
 
     def _source(self, receive: Action) -> int:
         return self._rank(receive.stage + (-1 if receive.kind is Kind.RECV_F else 1))

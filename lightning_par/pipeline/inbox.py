@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.comm import Lanes, Work
-from lightning_par.pipeline.actions import Action
+from lightning_par.layout import Action
 from lightning_par.pipeline.boundary import TensorForm
 
 FormsOf = Callable[[Action], list[TensorForm] | None]

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_par.pipeline.actions import Action, Kind
+from lightning_par.layout import Action, Kind
 
 PLACES_BEHIND = 2
 """How many messages later a send is waited for when nothing comes back on the opposite lane."""
@@ -84,6 +84,8 @@ def _lanes(compute: Sequence[Sequence[Action]]) -> dict[tuple[int, int], list[_M
     lanes: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for rank, actions in enumerate(compute):
         for i, action in enumerate(actions):
+            if action.kind not in _SENDS:
+                continue
             send = action._replace(kind=_SENDS[action.kind])
             receive = receive_of(send)
             if rank_of.get(receive.stage, rank) != rank:

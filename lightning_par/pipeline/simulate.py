@@ -6,12 +6,12 @@ Sends and receives take no time of the rank; forwards, backwards and frees wait 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_par.pipeline.actions import Action, Kind
+from lightning_par.layout import Action, Kind
 from lightning_par.pipeline.lower import places, receive_of, send_of_free
 
 Plan = Sequence[Sequence[Action]]
@@ -23,18 +23,29 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of one forward, one backward and one message, in any unit."""
+    """Time of one forward, of the two parts of one backward, and of one message, in any unit.
+
+    A backward in one piece takes the sum of its parts.
+    """
 
     forward: float = 1.0
-    backward: float = 2.0
+    inputs: float = 1.0
+    weights: float = 1.0
     latency: float = 0.0
 
-    def of(self, action: Action) -> float:
-        return self.forward if action.kind is Kind.F else self.backward
+    def of(self, action: Action, *, split: bool) -> float:
+        """``split``: the action's backward is in two parts."""
+        match action.kind:
+            case Kind.F:
+                return self.forward
+            case Kind.W:
+                return self.weights
+            case _:
+                return self.inputs + (0 if split else self.weights)
 
 
 class Ran(NamedTuple):
-    """A forward or backward, and when it ran."""
+    """A forward or (part of a) backward, and when it ran."""
 
     action: Action
     start: float
@@ -47,7 +58,8 @@ class Simulation:
 
     Attributes:
         timeline: the forwards and backwards, in order.
-        peak_live: most (stage, micro-batch) pairs at once whose forward ran and whose backward did not end; 0 without backwards.
+        peak_live: most (stage, micro-batch) pairs at once whose forward ran and whose backward, its weight part included, did not end; 0
+            without backwards.
         messages: how many messages the rank sends.
     """
 
@@ -62,8 +74,16 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """Idle time over ideal time, the busiest rank's work being ideal."""
-        busy = max(sum(ran.end - ran.start for ran in ranks) for ranks in self.timeline)
-        return self.makespan / busy - 1
+        return self.makespan / self._busy - 1
+
+    @property
+    def bubble_rate(self) -> float:
+        """The idle part of the longest rank's time, from its first action to its last (Qi et al., arXiv 2401.10241, section 5.3)."""
+        return 1 - self._busy / max(ranks[-1].end - ranks[0].start for ranks in self.timeline)
+
+    @property
+    def _busy(self) -> float:
+        return max(sum(ran.end - ran.start for ran in ranks) for ranks in self.timeline)
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
@@ -78,24 +98,28 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
 
 
 def check_complete(plan: Plan) -> None:
-    """Every stage on one rank, every forward once and in order, every backward once, in order and after its forward (or none at all)."""
+    """Every stage on one rank; every forward once and in order; every backward once, in order and after its forward (or none at all);
+    the same for weight parts, after their backward.
+    """
     compute = [[action for action in actions if action.kind.is_compute] for actions in plan]
     stages = sorted(places(compute))
     if not stages or stages != list(range(len(stages))):
         raise ScheduleError(f"the plan runs stages {stages}: they must be numbered from 0 without a gap")
     everything = [action for actions in compute for action in actions]
     microbatches = 1 + max(action.microbatch for action in everything)
-    kinds = (Kind.F, Kind.B) if any(action.kind is Kind.B for action in everything) else (Kind.F,)
+    order = (Kind.F, Kind.B, Kind.W)
+    kinds = [kind for kind in order if kind is Kind.F or any(action.kind is kind for action in everything)]
     wanted = [Action(stage, kind, m) for stage in stages for kind in kinds for m in range(microbatches)]
-    per_stage = sorted(everything, key=lambda action: (action.stage, action.kind is Kind.B))  # stable: keeps each rank's order
+    per_stage = sorted(everything, key=lambda action: (action.stage, order.index(action.kind)))  # stable: keeps each rank's order
     if per_stage != wanted:
         wrong = next((a for a, b in zip(per_stage, wanted, strict=False) if a != b), "an action")
         raise ScheduleError(f"{wrong} is missing, doubled, out of order or on two ranks in\n{_drawn(plan)}")
     for actions in compute:
         place = {action: i for i, action in enumerate(actions)}
         for action in actions:
-            if action.kind is Kind.B and place.get(action._replace(kind=Kind.F), len(actions)) > place[action]:
-                raise ScheduleError(f"{action} runs before its forward, or on another rank, in\n{_drawn(plan)}")
+            first = {Kind.B: Kind.F, Kind.W: Kind.B}.get(action.kind)
+            if first and place.get(action._replace(kind=first), len(actions)) > place[action]:
+                raise ScheduleError(f"{action} runs before its {first.value}, or on another rank, in\n{_drawn(plan)}")
 
 
 @dataclass
@@ -103,16 +127,18 @@ class _Lane:
     """Messages one way between two ranks: the i-th sent meets the i-th receive started."""
 
     latency: float
-    sent: list[tuple[Action, float]] = field(default_factory=list)
-    started: list[tuple[Action, float]] = field(default_factory=list)
+    sent: deque[tuple[Action, float]] = field(default_factory=deque)  # and not yet met
+    started: deque[tuple[Action, float]] = field(default_factory=deque)
     arrived: dict[Action, float] = field(default_factory=dict)  # by receive
+    latest: float = 0.0
 
     def match(self) -> None:
-        for (send, sent), (receive, started) in list(zip(self.sent, self.started, strict=False))[len(self.arrived) :]:
+        while self.sent and self.started:
+            (send, sent), (receive, started) = self.sent.popleft(), self.started.popleft()
             if receive_of(send) != receive:
                 raise ScheduleError(f"the two ends of a lane disagree: {send} meets {receive}")
-            previous = max(self.arrived.values(), default=0.0)
-            self.arrived[receive] = max(sent + self.latency, started + self.latency, previous)
+            self.latest = max(sent + self.latency, started + self.latency, self.latest)
+            self.arrived[receive] = self.latest
 
 
 class _Machine:
@@ -121,6 +147,7 @@ class _Machine:
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self.plan, self.costs = plan, costs
         self.rank_of = places(plan)
+        self.split = any(action.kind is Kind.W for actions in plan for action in actions)
         self.place = [0] * len(plan)
         self.clock = [0.0] * len(plan)
         self.timeline: list[list[Ran]] = [[] for _ in plan]
@@ -137,7 +164,7 @@ class _Machine:
     def _run(self, rank: int, action: Action) -> bool:
         """Do one action if it can be done now."""
         match action.kind:
-            case Kind.F | Kind.B:
+            case Kind.F | Kind.B | Kind.W:
                 return self._compute(rank, action)
             case Kind.SEND_F | Kind.SEND_B:
                 lane = self._lane(rank, receive_of(action))
@@ -160,12 +187,14 @@ class _Machine:
         if ready is None:
             return False
         start = max(self.clock[rank], ready)
-        self.clock[rank] = self.ended[action] = start + self.costs.of(action)
+        self.clock[rank] = self.ended[action] = start + self.costs.of(action, split=self.split)
         self.timeline[rank].append(Ran(action, start, self.clock[rank]))
         return True
 
     def _ready(self, rank: int, action: Action) -> float | None:
         """When the input of a forward or backward is there; None if that is not known yet."""
+        if action.kind is Kind.W:
+            return self.ended[action._replace(kind=Kind.B)]
         receive = action._replace(kind=Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B)
         source = _source(receive)
         if source not in self.rank_of:
@@ -184,11 +213,13 @@ def _source(receive: Action) -> int:
 
 
 def _peak_live(actions: Sequence[Action]) -> int:
-    if not any(action.kind is Kind.B for action in actions):
+    kinds = {action.kind for action in actions}
+    if Kind.B not in kinds:
         return 0
+    frees = Kind.W if Kind.W in kinds else Kind.B
     live = peak = 0
     for action in actions:
-        live += {Kind.F: 1, Kind.B: -1}.get(action.kind, 0)
+        live += (action.kind is Kind.F) - (action.kind is frees)
         peak = max(peak, live)
     return peak
 

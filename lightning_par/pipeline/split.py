@@ -18,7 +18,7 @@ gradient is the sum over the stages, wherever they are used::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -81,9 +81,9 @@ def place(module: nn.Module, stages: int, layers: str | None = None) -> Placemen
     return Placement(name, tuple(balance(costs, stages, first=first, last=last)), tuple(before), tuple(after))
 
 
-def cut(module: nn.Module, placement: Placement, ranks: int, index: int) -> StageLayers:
-    """Make the module that of pipeline rank ``index``: replace the layer list, and put stand-ins for what lives elsewhere."""
-    spans = {stage: span for stage, span in enumerate(placement.spans) if stage % ranks == index}
+def cut(module: nn.Module, placement: Placement, stages: Collection[int]) -> StageLayers:
+    """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere."""
+    spans = {stage: placement.spans[stage] for stage in stages}
     layers = StageLayers(list(module.get_submodule(placement.layers)), spans, stages=len(placement.spans), name=placement.layers)
     _replace(module, placement.layers, layers)
     if 0 not in spans:

@@ -30,7 +30,7 @@ class Agreement:
             samples: of the whole batch, where steps ran on parts of it.
         """
         mine = {LOSS: Logged([loss.double().to(self.device).reshape(()) for loss in losses], shares), **log.logged}
-        speaks = self.mesh.pp.index == self.mesh.pp.size - 1
+        speaks = self.mesh.pp.index == self.mesh.layout.loss_index
         cells = torch.zeros(CELLS, dtype=torch.float64, device=self.device)
         options = {name: entry.options for name, entry in mine.items()}
         key = name_hash([f"{name}:{entry.op}:{name == LOSS and bool(losses)}" for name, entry in mine.items()])
@@ -68,7 +68,7 @@ class Agreement:
         if speaks and agreed != key:
             raise _disagreement(list(mine))
         if agreed not in self._options:
-            self._options[agreed] = self.mesh.pp.broadcast_object(mine, self.mesh.pp.size - 1)
+            self._options[agreed] = self.mesh.pp.broadcast_object(mine, self.mesh.layout.loss_index)
         return mine if speaks else self._options[agreed]
 
     def _check(self, found: Tensor, wanted: float, names: list[str]) -> None:

@@ -109,7 +109,8 @@ class StepRunner:
                 return loss * (pieces[m].share * multiplier).to(loss.dtype)
 
             with self.attention(), data_parallel.hold():
-                self.pipeline.forward_backward(forward, [("train", signature(piece.batch)) for piece in pieces])
+                signatures = [("train", signature(piece.batch)) for piece in pieces]
+                self.pipeline.forward_backward(forward, signatures, split=not data_parallel.kept.frees_values)
         if watch is not None:
             if self.mesh.cp.size == 1:
                 watch.require([piece.share for piece in pieces])
@@ -140,7 +141,7 @@ class StepRunner:
         if self.pipeline is not None:
             joined = join(outputs, [piece.share for piece in pieces]) if outputs else None
             onto_host = apply_to_collection(joined, Tensor, Tensor.cpu)  # a pickled CUDA tensor would come back on the sender's device
-            shared = self.mesh.pp.broadcast_object(onto_host, self.mesh.pp.size - 1)
+            shared = self.mesh.pp.broadcast_object(onto_host, self.mesh.layout.loss_index)
             outputs = [apply_to_collection(shared, Tensor, lambda tensor: tensor.to(self.device))]
         samples = batch_size(args[0]) if self.pipeline else None
         if self.mesh.cp.size == 1 or not isinstance(outputs[0], Tensor) or outputs[0].numel() != 1:

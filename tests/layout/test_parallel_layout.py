@@ -53,7 +53,10 @@ def test_all_violations_come_in_one_message() -> None:
         ({"pp": 2, "schedule": "zigzag"}, "schedule='zigzag': choose one of gpipe, 1f1b"),
         ({"pp": 2, "microbatches": 0}, "microbatches=0: give a whole number"),
         ({"microbatches": 4}, "microbatches=4 with pp=1"),
-        ({"pp": 2, "chunks": 2}, "chunks=2 with schedule=1f1b"),
+        ({"pp": 2, "chunks": 2}, "chunks=2: 1f1b runs one stage a rank"),
+        ({"pp": 2, "schedule": "zbv"}, "chunks=1: zbv runs 2 stages on each rank; set chunks=2"),
+        ({"pp": 2, "schedule": ["1f1b"]}, "choose one of gpipe"),
+        ({"schedule": "interleaved_1f1b", "chunks": 2}, "chunks=2 with pp=1"),
         ({"replicate": 2}, "replicate=2 with zero=0"),
     ],
 )

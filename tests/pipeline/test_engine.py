@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -13,77 +12,14 @@ from torch import Tensor, nn
 
 from lightning_par.comm import Group
 from lightning_par.pipeline import Pipeline, PipelineError, simulate, training_plan
-from lightning_par.recipes.gpt import GPT, GPTConfig
 from tests.harness import WorldError, run_world
+from tests.pipeline.models import gpt
 from tests.pipeline.parity import VOCAB, Batch, Step, Twin, cut, pp_group, tokens
-
-
-def gpt(layers: int = 7, tie: bool = False) -> nn.Module:
-    torch.manual_seed(1)
-    return GPT(GPTConfig(vocab_size=VOCAB, hidden=24, layers=layers, heads=4, kv_heads=2, ffn=29, tie_embeddings=tie)).double()
-
-
-def _parity(size: int, cases: list[tuple[str, int]]) -> None:
-    group = pp_group(size)
-    for tie, (schedule, chunks) in zip(cycle((True, False)), cases, strict=False):
-        twin = Twin(gpt(tie=tie), group, schedule, chunks)
-        assert twin.pipeline.tied == ({"embed.weight": (0, size - 1)} if tie and size > 1 else {})
-        for microbatches in range(1, 6):
-            twin.train_step(tokens(7, 9, seed=microbatches), microbatches)
-
-
-@pytest.mark.parametrize(
-    ("size", "cases"),
-    [
-        (1, [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 3)]),
-        (2, [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3)]),
-        (3, [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)]),
-        (4, [("1f1b", 1)]),
-    ],
-)
-def test_P1_P3_P5_P7_P8_any_number_of_microbatches_gives_the_gradients_of_one_process(size: int, cases: list[tuple[str, int]]) -> None:
-    run_world(_parity, size, size, cases)
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 29, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=32, use_cache=False, **sizes)).double()
-
-
-def gpt2(tie: bool) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 7, "n_head": 4, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, use_cache=False, tie_word_embeddings=tie, **sizes, **dropout)).double()
-
-
-def _transformers(size: int, cases: list[tuple[str, int]]) -> None:
-    group = pp_group(size)
-    for schedule, chunks in cases:
-        for model in (llama(), gpt2(tie=True), gpt2(tie=False)):
-            twin = Twin(model, group, schedule, chunks, pieces=True)
-            for microbatches in (2, 5):
-                twin.train_step(tokens(5, 9), microbatches)
-            twin.evaluate(tokens(3, 6), 2)
-    checkpointed = llama()
-    checkpointed.activation_checkpointing_enable()
-    Twin(checkpointed.train(), group, *cases[-1], pieces=True).train_step(tokens(5, 9), 3)
-
-
-@pytest.mark.parametrize(("size", "cases"), [(2, [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)]), (3, [("gpipe", 1), ("1f1b", 1)])])
-def test_untouched_transformers_models_give_the_gradients_of_one_process(size: int, cases: list[tuple[str, int]]) -> None:
-    pytest.importorskip("transformers")
-    run_world(_transformers, size, size, cases)
 
 
 def _changing_shapes() -> None:
     group = pp_group(2)
-    for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2)):
+    for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2)):
         twin = Twin(gpt(), group, schedule, chunks)
         twin.train_step(tokens(4, 9), 2)
         twin.evaluate(tokens(6, 11), 3)
@@ -142,7 +78,7 @@ def call(model: nn.Module, batch: Batch) -> Tensor:
 
 def _classifier(size: int) -> None:
     group = pp_group(size)
-    for schedule in ("gpipe", "1f1b"):
+    for schedule in ("gpipe", "1f1b", "zb_h1"):
         twin = Twin(Classifier().double(), group, schedule, call=call)
         assert twin.pipeline.tied == {"pos": tuple(range(size))}
         for microbatches in (1, 3, 4):
@@ -232,9 +168,30 @@ def _alive(size: int, schedule: str, microbatches: int) -> int:
     return layer.peak
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_activations_live_as_long_as_the_simulator_says(schedule: str) -> None:
     assert run_world(_alive, 3, 3, schedule, 5) == simulate(training_plan(schedule, 3, 1, 5)).peak_live
+
+
+def _order(schedule: str) -> str:
+    model = Watched(2)
+    pipeline = Pipeline.split(model, pp_group(2), schedule)
+    step = Step(model, cut(tokens(6, 5), 3), call)
+    seen: list[str] = []
+    layer = next(layer for layer in model.layers if next(layer.parameters(), None) is not None)
+    layer.linear.weight.register_post_accumulate_grad_hook(lambda _: seen.append("W"))
+
+    def forward(microbatch: int) -> Tensor:
+        seen.append("F")
+        return step(microbatch)
+
+    pipeline.forward_backward(forward, step.signatures)
+    return "".join(seen)
+
+
+def test_gradients_of_weights_wait_for_their_place_in_the_schedule() -> None:
+    assert run_world(_order, 2, "1f1b") == ["FFWFWW", "FWFWFW"]
+    assert run_world(_order, 2, "zb_h1") == ["FFWFWW", "FFWFWW"]
 
 
 def _sent() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:

@@ -83,7 +83,7 @@ def test_P1_P2_every_layer_lives_on_one_stage_under_its_global_name(layers: int,
         model = LikeLlama(layers)
         for i, block in enumerate(model.model.layers):
             nn.init.constant_(block.linear.weight, i)
-        cut(model, place(model, ranks * chunks), ranks, index)
+        cut(model, place(model, ranks * chunks), range(index, ranks * chunks, ranks))
         for name, parameter in model.named_parameters():
             if name.endswith("linear.weight"):
                 assert (parameter == int(name.split(".")[2])).all()
@@ -93,7 +93,7 @@ def test_P1_P2_every_layer_lives_on_one_stage_under_its_global_name(layers: int,
 
 def test_what_is_absent_holds_no_memory_and_no_state() -> None:
     model = LikeLlama()
-    cut(model, place(model, 2), 2, 1)
+    cut(model, place(model, 2), [1])
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
     assert not any(name.startswith("model.embed_tokens") for name in model.state_dict())
     assert model.model.embed_tokens.weight.is_meta
@@ -104,11 +104,11 @@ def test_what_is_absent_holds_no_memory_and_no_state() -> None:
 
 def test_a_tie_stays_a_tie_where_both_ends_are() -> None:
     model = LikeLlama(tie=True)
-    cut(model, place(model, 3), 1, 0)
+    cut(model, place(model, 3), range(3))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model = LikeLlama(tie=True)
     weight = model.lm_head.weight
-    cut(model, place(model, 2), 2, 1)
+    cut(model, place(model, 2), [1])
     assert model.lm_head.weight is weight
     assert not weight.is_meta
 

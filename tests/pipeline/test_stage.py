@@ -145,7 +145,7 @@ def through_the_stages(model: nn.Module, ids: Tensor, ranks: int = 3, *, stages:
     received: Any = None
     for stage in range(stages):
         part = copy.deepcopy(model)
-        layers = cut(part, place(part, stages), ranks, stage % ranks)
+        layers = cut(part, place(part, stages), range(stage % ranks, stages, ranks))
         with layers.active(stage, received):
             try:
                 return part(ids)
@@ -244,7 +244,7 @@ def test_a_loop_that_a_pipeline_cannot_follow_is_refused_by_name(loop: Loop, rea
 
 
 def part_of(model: nn.Module, index: int, ranks: int = 2) -> nn.Module:
-    cut(model, place(model, ranks), ranks, index)
+    cut(model, place(model, ranks), [index])
     return model
 
 

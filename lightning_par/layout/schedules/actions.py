@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What is done. Schedules speak of the first two; ``lower`` adds the rest."""
+    """What is done. Schedules speak of the first three; ``pipeline.lower`` adds the rest."""
 
     F = "F"  # run the stage forward
-    B = "B"  # run it backward
+    B = "B"  # run it backward; where a W follows, as far as the gradient of its input needs it
+    W = "W"  # the rest of its backward: the gradients of its parameters
     SEND_F = "SEND_F"  # start sending the stage's output to the next stage
     RECV_F = "RECV_F"  # start receiving the stage's input from the previous stage
     SEND_B = "SEND_B"  # start sending the gradient of the stage's input to the previous stage
@@ -21,7 +22,7 @@ class Kind(Enum):
 
     @property
     def is_compute(self) -> bool:
-        return self in (Kind.F, Kind.B)
+        return self in (Kind.F, Kind.B, Kind.W)
 
 
 class Action(NamedTuple):
