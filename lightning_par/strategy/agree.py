@@ -22,12 +22,18 @@ class Agreement:
         self._options: dict[float, dict[str, dict[str, Any]]] = {}  # by hash: the names that travel, in order, and their options
         self._unchecked: tuple[Later, float, list[str]] | None = None
 
-    def reach(self, log: LogRecorder, losses: list[Tensor], shares: list[Tensor], samples: int | None = None) -> Tensor:
+    def reach(
+        self, log: LogRecorder, losses: list[Tensor], shares: list[Tensor], samples: int | None = None, *, last: bool = False
+    ) -> Tensor:
         """Agree on the loss and the logged values of a batch, log them, and return the loss (0-dim, float64). All ranks call.
 
         Args:
             losses, shares: of this rank's pieces; empty on ranks that have none.
             samples: of the whole batch, where steps ran on parts of it.
+            last: this is the last training batch of this rank's epoch.
+
+        Raises:
+            RuntimeError: the ranks logged different names, or it is the last batch for some of them only.
         """
         mine = {LOSS: Logged([loss.double().to(self.device).reshape(()) for loss in losses], shares), **log.logged}
         speaks = self.mesh.pp.index == self.mesh.layout.loss_index
@@ -36,9 +42,10 @@ class Agreement:
         key = name_hash([f"{name}:{entry.op}:{name == LOSS and bool(losses)}" for name, entry in mine.items()])
         if speaks:
             self._fill(cells, key, mine)
+            cells[1] = last
         self.mesh.batch.all_reduce(cells)
         options = self._names(cells, key, options, speaks=speaks)
-        values = {name: cells[cell] / cells[cell + 1] for cell, name in zip(range(1, CELLS, 2), options, strict=False)}
+        values = {name: cells[cell] / cells[cell + 1] for cell, name in zip(range(2, CELLS, 2), options, strict=False)}
         self._extremes(mine, values, options)
         log.replay({name: value for name, value in values.items() if name != LOSS}, options, samples)
         return values[LOSS]
@@ -48,7 +55,7 @@ class Agreement:
         if 2 * len(mine) >= CELLS:
             raise ValueError(f"one step logged {len(mine) - 1} numbers, more than {CELLS // 2 - 2}: log fewer, or log rarely")
         cells[0] = key
-        for cell, entry in zip(range(1, CELLS, 2), mine.values(), strict=False):
+        for cell, entry in zip(range(2, CELLS, 2), mine.values(), strict=False):
             if not entry.values:
                 continue
             values, weights = torch.stack(entry.values), torch.stack(entry.weights)
@@ -62,9 +69,11 @@ class Agreement:
     def _names(self, cells: Tensor, key: float, mine: dict[str, dict[str, Any]], *, speaks: bool) -> dict[str, dict[str, Any]]:
         """The names in the cells and their options, on every rank; checks that all ranks that logged mean the same names."""
         if self.mesh.pp.size == 1:
-            self._check(cells[:1], key * self.mesh.data.size, list(mine))
+            self._check(cells[:2], key * self.mesh.data.size, list(mine))
             return mine
-        agreed = cells[0].item() / self.mesh.data.size
+        total, ends = cells[:2].tolist()
+        self._require_same_end(ends)
+        agreed = total / self.mesh.data.size
         if speaks and agreed != key:
             raise _disagreement(list(mine))
         if agreed not in self._options:
@@ -72,7 +81,7 @@ class Agreement:
         return mine if speaks else self._options[agreed]
 
     def _check(self, found: Tensor, wanted: float, names: list[str]) -> None:
-        """Raise if ranks meant different names. On devices that run behind the host, the number is read when the next batch comes."""
+        """Raise if ranks disagree. On devices that run behind the host, the numbers are read when the next batch comes."""
         self._check_last()
         self._unchecked = (Later(found), wanted, names)
         if not found.is_cuda:
@@ -83,8 +92,17 @@ class Agreement:
         if unchecked is None:
             return
         found, wanted, names = unchecked
-        if found.read().item() != wanted:
+        total, ends = found.read().tolist()
+        if total != wanted:
             raise _disagreement(names)
+        self._require_same_end(ends)
+
+    def _require_same_end(self, ends: float) -> None:
+        if ends not in (0, self.mesh.data.size):
+            raise RuntimeError(
+                f"this is the epoch's last training batch on {ends:.0f} of {self.mesh.data.size} data ranks, but others have more: they "
+                "would train while those validate. Give all ranks equally many, or Trainer(limit_train_batches=...) that all of them have"
+            )
 
     def _extremes(self, mine: dict[str, Logged], values: dict[str, Tensor], options: dict[str, dict[str, Any]]) -> None:
         """Names logged with ``reduce_fx`` min or max, which a sum cannot carry."""

@@ -9,7 +9,8 @@ batch, with the value that one process would have logged: the mean over pieces w
 pieces do not log is the mean over those that do.
 
 Numbers of one batch travel in one reduction of a fixed size, whatever they are called; its first cell holds a hash of the names, so that
-ranks that log different names find out instead of mixing numbers up.
+ranks that log different names find out instead of mixing numbers up. Its second counts the ranks for which the batch is the last of the
+epoch: where some have more batches than others, they would wait for each other in different places from the next one on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 CELLS = 512
-"""Numbers that one reduction carries: the hash, then two for each name."""
+"""Numbers that one reduction carries: the hash, the count of ranks at the end of their data, then two for each name."""
 
 
 @dataclass

@@ -35,6 +35,7 @@ __all__ = [
     "backward_multiplier",
     "fail_on_sigterm",
     "gather",
+    "is_last_batch",
     "join_world",
     "note_sigterm",
     "predicts",
@@ -141,6 +142,11 @@ def set_logged_rank(rank: int) -> None:
 def zeroes_gradients(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Lightning will call zero_grad in this batch's closure: it is the first of an accumulation window."""
     return batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def is_last_batch(trainer: pl.Trainer) -> bool:
+    """Whether the training batch at hand ends this rank's epoch, as far as Lightning knows: not of batches that a step fetches itself."""
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
 
 def backward_multiplier(trainer: pl.Trainer) -> float:

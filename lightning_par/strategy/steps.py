@@ -27,6 +27,7 @@ from lightning_par.comm import Mesh
 from lightning_par.context import RingAttention, ShardedBatch, ring_attention, shard_batch, verify_step
 from lightning_par.numerics import IGNORED_LABEL, LabelWatch, batch_size, loss_weight
 from lightning_par.pipeline import Pipeline
+from lightning_par.strategy import seams
 from lightning_par.strategy.agree import Agreement
 from lightning_par.strategy.logs import recording
 from lightning_par.strategy.pieces import join, microbatches, signature
@@ -64,7 +65,8 @@ class StepRunner:
             output = step(piece.batch, *args[1:], **kwargs)
         self._verify("train", piece.batch)
         loss = self._loss_of(output)
-        value = self.agreement.reach(log, [] if loss is None else [loss.detach()], [] if loss is None else [piece.share])
+        losses, shares = ([], []) if loss is None else ([loss.detach()], [piece.share])
+        value = self.agreement.reach(log, losses, shares, last=self._is_last_batch)
         if loss is None:
             return output
         weighted = loss * piece.share.to(loss.dtype) if self.mesh.cp.size > 1 else loss
@@ -115,7 +117,8 @@ class StepRunner:
             if self.mesh.cp.size == 1:
                 watch.require([piece.share for piece in pieces])
             self._verify("train", pieces[0].batch)
-        value = self.agreement.reach(log, losses, [piece.share for piece in pieces[: len(losses)]], batch_size(args[0]))
+        shares = [piece.share for piece in pieces[: len(losses)]]
+        value = self.agreement.reach(log, losses, shares, batch_size(args[0]), last=self._is_last_batch)
         return value.requires_grad_()
 
     def evaluate(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,6 +159,10 @@ class StepRunner:
     def attention(self) -> AbstractContextManager:
         """The context in which attention sees the other ranks' tokens; forward and backward of a batch run in it."""
         return nullcontext() if self._ring is None else self._ring
+
+    @property
+    def _is_last_batch(self) -> bool:
+        return seams.is_last_batch(self.module.trainer)
 
     def _count(self, batch: Any) -> int:
         return self.mesh.layout.microbatches_for(batch_size(batch))

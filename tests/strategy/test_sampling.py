@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from lightning_par import HybridParallelStrategy
 from tests.harness import run_world
@@ -19,8 +20,11 @@ ROWS = 14
 
 
 class Numbers(Dataset):
+    def __init__(self, rows: int = ROWS) -> None:
+        self.rows = rows
+
     def __len__(self) -> int:
-        return ROWS
+        return self.rows
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([float(index)])
@@ -63,9 +67,9 @@ def own_batches(size: int) -> DataLoader:
     return DataLoader(Numbers(), batch_sampler=Pairs(SequentialSampler(Numbers()), size, drop_last=False))
 
 
-def _fit(loader: Any, size: int, strategy: Any, devices: int, **options: Any) -> dict[str, list[list[int]]]:
+def _fit(loader: Any, size: int, strategy: Any, devices: int, module: Any = Seen, **options: Any) -> dict[str, list[list[int]]]:
     L.seed_everything(3, verbose=False)
-    module = Seen()
+    module = module()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, num_sanity_val_steps=0, **quiet, **options)
     trainer.fit(module, loader(size), plain(size))
@@ -95,3 +99,109 @@ def test_L7_a_user_who_divides_samples_alone_is_left_alone() -> None:
     ranks = run_world(_fit_rank, 2, plain, 4, {"dp": 2}, 2, {"use_distributed_sampler": False})
     alone = _fit(plain, 4, "auto", 1)
     assert ranks[0]["train"] == ranks[1]["train"] == alone["train"]
+
+
+class SeenTogether(Seen):
+    """Batches of several dataloaders at once: keeps the samples of each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = list(batch.values()) if isinstance(batch, dict) else batch
+        self.batches["train"].append([part.flatten().int().tolist() for part in parts])
+        return sum(self.down(self.up(part)).mean() for part in parts)
+
+
+def as_dict(size: int) -> Any:
+    return {"long": plain(size), "short": DataLoader(Numbers(8), batch_size=size)}
+
+
+def as_list(size: int) -> Any:
+    return list(as_dict(size).values())
+
+
+def min_size(size: int) -> Any:
+    return CombinedLoader(as_dict(size), "min_size")
+
+
+def max_size_cycle(size: int) -> Any:
+    return CombinedLoader(as_list(size), "max_size_cycle")
+
+
+@pytest.mark.parametrize(
+    ("loader", "seen"),
+    [(as_dict, [14, 8]), (as_list, [14, 8]), (max_size_cycle, [14, 8]), (min_size, [8, 8])],
+    ids=["dict", "list", "max_size_cycle", "min_size"],
+)
+def test_L6_each_of_several_dataloaders_is_divided_over_the_replicas(loader: Any, seen: list[int]) -> None:
+    """Of 14 and of 8 samples; ``seen``: how many come."""
+    alone = _fit(loader, 4, "auto", 1, SeenTogether)["train"]
+    first, second = (rank["train"] for rank in run_world(_fit_rank, 2, loader, 2, {"dp": 2}, 2, {"module": SeenTogether}))
+    assert len(first) == len(second) == len(alone)
+    for place, number in enumerate(seen):
+        for one, other, both in zip(first, second, alone, strict=True):
+            assert sorted(one[place] + other[place]) == sorted(both[place])
+        ids = [{sample for batch in replica for sample in batch[place]} for replica in (first, second)]
+        assert ids[0].isdisjoint(ids[1])
+        assert ids[0] | ids[1] == set(range(number))
+
+
+class Ones(IterableDataset):
+    """Has no length."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(torch.ones(self.rows, 1))
+
+
+class Notes(L.LightningModule):
+    """What it did, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))
+        self.did: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self(batch))
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.did.append(f"train {batch_idx}")
+
+    def on_validation_batch_start(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.did.append("validate")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit_on_unequally_many(layout: dict[str, int], sized: bool) -> tuple[list[str], str]:
+    strategy = HybridParallelStrategy(**layout)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    every_2 = {"val_check_interval": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    trainer = L.Trainer(accelerator="cpu", devices=math.prod(layout.values()), strategy=strategy, max_epochs=2, **every_2, **quiet)
+    rows = 5 + 2 * strategy.distributed_sampler_kwargs["rank"]
+    module = Notes()
+    with pytest.raises(RuntimeError) as error:
+        trainer.fit(module, DataLoader(torch.ones(rows, 1) if sized else Ones(rows)), DataLoader(torch.ones(1, 1)))
+    return module.did, str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sized"),
+    [({"dp": 2}, True), ({"dp": 2}, False), ({"dp": 2, "pp": 2}, True)],
+    ids=["dp2", "dp2 without length", "dp2 pp2"],
+)
+def test_L2_no_rank_validates_while_another_that_has_more_batches_trains(layout: dict[str, int], sized: bool) -> None:
+    """5 batches on one replica, 7 on the other: when the first has come to its end, both are told."""
+    for did, told in run_world(_fit_on_unequally_many, math.prod(layout.values()), layout, sized):
+        assert did == ["train 0", "train 1", "validate", "train 2", "train 3", "validate", "train 4"]
+        assert told.startswith("this is the epoch's last training batch on 1 of 2 data ranks, but others have more")
