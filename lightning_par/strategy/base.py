@@ -277,6 +277,15 @@ class HybridParallelStrategy(ParallelStrategy):
         return loss
 
     @override
+    def on_train_start(self) -> None:
+        trainer = self.lightning_module.trainer
+        if trainer.num_training_batches < trainer.accumulate_grad_batches:
+            rank_zero_warn(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but an epoch has {trainer.num_training_batches} batches: as "
+                f"Lightning does, each epoch ends with a step, whose gradient is divided by {trainer.accumulate_grad_batches} nonetheless"
+            )
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._batch_idx = batch_idx
 
