@@ -96,12 +96,17 @@ def fit(
     return ending(trainer, module)
 
 
-def ending(trainer: L.Trainer, module: Net) -> State:
+def moments(trainer: L.Trainer) -> dict[str, Tensor]:
+    """The tensors of the optimizer's state, whole, on rank 0. All ranks call."""
     strategy = trainer.strategy
     shards = state.optimizer_shards(trainer.optimizers[0], 0, strategy.data_parallel, strategy.mesh)
+    return collect(shards, strategy.mesh.world, strategy.root_device) or {}
+
+
+def ending(trainer: L.Trainer, module: Net) -> State:
     return State(
-        weights=strategy.full_state_dict() or {},
-        moments=collect(shards, strategy.mesh.world, strategy.root_device) or {},
+        weights=trainer.strategy.full_state_dict() or {},
+        moments=moments(trainer),
         rates=module.rates,
         losses=module.losses,
         steps=trainer.global_step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_par import HybridParallelStrategy, full_gradient
 from lightning_par.callbacks import GradientNorm
+from tests.harness import WorldError, run_world
 from tests.harness.models import TinyGPT, token_loader
 from tests.harness.parity import assert_same, fit, fit_world
 
@@ -78,3 +81,48 @@ class Watched(TinyGPT):
 @pytest.mark.parametrize("layout", [{"dp": 2, "zero": 2}, {"pp": 2}], ids=["zero2", "pp2"])
 def test_Z21_the_norm_is_logged_before_and_after_clipping(layout: dict[str, Any]) -> None:
     assert_same(fit_world(Watched, LOADER, layout, 2), fit(Watched, LOADER))
+
+
+class ReadsGradients(TinyGPT):
+    """In a hook: whole gradients, on all ranks or on one."""
+
+    def __init__(self, *, ranks: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__(layers=2)
+        self.ranks = ranks
+        self.gradients: list[Tensor] = []
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.global_rank in self.ranks:
+            self.gradients += [full_gradient(param).clone() for param in self.parameters()]
+
+
+def _read(strategy: Any, devices: int, **options: Any) -> list[Tensor]:
+    module = ReadsGradients(**options)
+    fit(lambda: module, LOADER, strategy, devices=devices)
+    return module.gradients
+
+
+def _read_together() -> list[list[Tensor]]:
+    return [_read(HybridParallelStrategy(dp=2, zero=stage), 2) for stage in (0, 1, 2, 3)]
+
+
+def test_L14_gradients_that_all_ranks_read_in_a_hook_are_those_of_one_process() -> None:
+    wanted = _read("auto", 1)
+    for stages in run_world(_read_together, 2):
+        for gradients in stages:
+            torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
+
+
+def _read_alone(stage: int) -> None:
+    _read(HybridParallelStrategy(dp=2, zero=stage, timeout=timedelta(seconds=4)), 2, ranks=(0,))
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_L14_a_gradient_that_one_rank_reads_alone_is_an_error_on_all_and_no_hang(stage: int) -> None:
+    with pytest.raises(WorldError) as error:
+        run_world(_read_alone, 2, stage, grace=20)
+    _, first, second = str(error.value).split("--- rank ")
+    assert "in full_gradient" in first
+    assert "RuntimeError" in first
+    assert "RuntimeError" in second
+    assert "no answer" not in str(error.value)
