@@ -160,6 +160,6 @@ class DynamicLossScale:
         return replace(state, good=0, left=self.hysteresis, scale=grown if grown <= GREATEST else state.scale)
 
 
-def named(rule: str | float) -> LossScale:
+def named_loss_scale(rule: str | float) -> LossScale:
     """``torch``, ``megatron``, ``deepspeed`` with their defaults, or a number: a static scale."""
     return DynamicLossScale(rule) if isinstance(rule, str) else StaticLossScale(float(rule))

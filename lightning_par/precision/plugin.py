@@ -1,50 +1,130 @@
-"""ParallelPrecision: dtypes of weights and compute, and clipping over all ranks."""
+"""ParallelPrecision: dtypes of weights and compute, loss scaling, and clipping over all ranks.
+
+Note [A scaled step]
+~~~~~~~~~~~~~~~~~~~~
+``pre_backward`` multiplies the loss by the scale, and ``DataParallel`` divides the gradients by that same number as it takes them in: in
+the pass over memory that makes the mean, before anything is published. So every hook and callback, clipping and manual code see
+gradients of the loss itself; nothing can be unscaled twice or by another scale, with however many optimizers. Then, for each
+optimizer's step: look for an infinity or NaN on every rank of every axis (one small reduction), hooks, clipping, read the
+answer on the host (the only wait for the device), step or skip, next scale.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.amp import GradScaler
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_par.zero import ModelGradients
+from lightning_par.numerics import DynamicLossScale, LossScale, MinimumReachedError, ScaleState, named_loss_scale
+from lightning_par.zero import HALF, HalfWeights, ModelGradients
 
-PrecisionName = Literal["32-true", "64-true", "bf16-mixed"]
+PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a precision's name stands for: dtypes of weights (None: as built) and of autocast, and whether losses are scaled."""
+
+    weights: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    scaled: bool = False
+
+
+MODES: dict[str, Mode] = {
+    "32-true": Mode(),
+    "64-true": Mode(weights=torch.float64),
+    "bf16-mixed": Mode(autocast=torch.bfloat16),
+    "16-mixed": Mode(autocast=torch.float16, scaled=True),
+    "bf16-true": Mode(weights=torch.bfloat16),
+    "16-true": Mode(weights=torch.float16, scaled=True),
+}
 
 
 class ParallelPrecision(Precision):
-    """Numbers formats of a run under ``HybridParallelStrategy``; ``Trainer(precision=...)`` alone gives the same plugin.
+    """Number formats of a run under ``HybridParallelStrategy``; ``Trainer(precision=...)`` alone gives the same plugin.
 
-    ============  ========================  =========  =========  ===============  ==========
-    precision     weights                   compute    gradients  optimizer state  checkpoint
-    ============  ========================  =========  =========  ===============  ==========
-    32-true       as built (float32)        as built   as weights as weights       as weights
-    64-true       float64                   float64    float64    float64          float64
-    bf16-mixed    as built (float32)        autocast   as weights as weights       as weights
-    ============  ========================  =========  =========  ===============  ==========
+    ==========  ==========  ========  =================  ===================  =======  ===============  ==========
+    precision   weights     compute   backward computes  gradients: add up,   masters  optimizer state  checkpoint
+                                      gradients in       travel, published
+    ==========  ==========  ========  =================  ===================  =======  ===============  ==========
+    32-true     as built    as built  as weights         as weights           -        as weights       as weights
+    64-true     float64     float64   float64            float64              -        float64          float64
+    bf16-mixed  as built    bfloat16  as weights         as weights           -        as weights       as weights
+    16-mixed    as built    float16   as weights         as weights           -        as weights       as weights
+    bf16-true   bfloat16    bfloat16  bfloat16           float32              float32  float32          float32
+    16-true     float16     float16   float16            float32              float32  float32          float32
+    ==========  ==========  ========  =================  ===================  =======  ===============  ==========
 
-    Clipping is by the norm of the whole model's gradient, whatever the layout.
+    That holds at every ZeRO stage; ``ZeroOptions(reduce_dtype=...)`` changes in which dtype gradients travel. With
+    ``master_weights=False`` there are no masters and checkpoints hold bfloat16. 16-mixed and 16-true scale the loss; see Note [A scaled
+    step]. Steps that overflow are skipped on all ranks, and LR schedulers with them; ``trainer.global_step`` counts every step, skipped or
+    not, as Lightning does. Clipping is by the norm of the whole model's gradient, whatever the layout.
+
+    Args:
+        precision: one of the names above.
+        loss_scale: of 16-mixed and 16-true: ``DynamicLossScale``, ``StaticLossScale``, a number, the name of a rule (``torch``,
+            ``megatron``, ``deepspeed``), or a ``torch.amp.GradScaler``, whose numbers are taken over. Default: torch's rule.
+        master_weights: of bf16-true: False keeps no float32 copy of the weights (4 bytes a parameter less). Small updates are then lost.
+        stochastic_rounding: without masters: round weights by chance after each step, which keeps small updates on average.
+        float32_modules: of bf16-true and 16-true: names of submodules (``*`` matches anything) or of classes that keep float32 weights and
+            compute in float32: norms, routers, losses. Their floating inputs are widened, their outputs (but single numbers) narrowed.
 
     Raises:
-        ValueError: ``precision`` is none of these.
+        ValueError: ``precision`` is none of these, or an option does not go with it.
     """
 
-    def __init__(self, precision: PrecisionName = "32-true") -> None:
+    def __init__(
+        self,
+        precision: PrecisionName = "32-true",
+        *,
+        loss_scale: LossScale | GradScaler | str | float | None = None,
+        master_weights: bool = True,
+        stochastic_rounding: bool = False,
+        float32_modules: Sequence[str] = (),
+    ) -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(f"precision={precision!r} is not supported here: choose one of {', '.join(get_args(PrecisionName))}")
-        self.precision: str = precision
+        self.precision, self.mode = precision, MODES[precision]
+        is_half = self.mode.weights in HALF
+        faults = []
+        if loss_scale is not None and not self.mode.scaled:
+            faults.append(f"loss_scale is for 16-mixed and 16-true; precision={precision!r} needs none")
+        if not master_weights and self.mode.weights != torch.bfloat16:
+            faults.append(f"master_weights=False is for bf16-true, not for precision={precision!r}")
+        if stochastic_rounding and (master_weights or self.mode.weights != torch.bfloat16):
+            faults.append("stochastic_rounding=True is for bf16-true with master_weights=False")
+        if float32_modules and not is_half:
+            faults.append(f"float32_modules is for bf16-true and 16-true, not for precision={precision!r}")
+        if faults:
+            raise ValueError("; ".join(faults))
+        self.rule = _rule(loss_scale) if self.mode.scaled else None
+        self.scale: ScaleState | None = self.rule.start() if self.rule is not None else None
+        self.half = HalfWeights(master_weights, stochastic_rounding)
+        self.float32_modules = tuple(float32_modules)
+        self.steps: dict[Optimizer, tuple[int, int]] = {}  # of each: all that were tried, and those that were not skipped
         self._device_type = "cpu"
         self._gradients: ModelGradients | None = None
+        if not master_weights and not stochastic_rounding:
+            rank_zero_warn(
+                "bf16-true without master weights: bfloat16 keeps 8 bits, so an update smaller than about 1/512 of its weight is lost "
+                "completely. Keep the masters, or pass stochastic_rounding=True"
+            )
 
     @classmethod
-    def of(cls, plugin: Precision) -> ParallelPrecision:
-        """Ours for the plugin that ``Trainer(precision=...)`` made."""
+    def of(cls, plugin: Precision, asked: object = None) -> ParallelPrecision:
+        """Ours for the plugin that ``Trainer(precision=asked)`` made: Lightning has no 16-mixed on CPU, and would take bf16-mixed."""
         if isinstance(plugin, ParallelPrecision):
             return plugin
         if type(plugin) not in (Precision, DoublePrecision, MixedPrecision, HalfPrecision):
@@ -52,25 +132,44 @@ class ParallelPrecision(Precision):
                 f"the precision plugin {type(plugin).__name__} cannot be used with this strategy, which has a plugin of its own: give "
                 f"Trainer(precision=...) one of {', '.join(get_args(PrecisionName))}, or plugins=[a subclass of ParallelPrecision]"
             )
-        return cls(plugin.precision)
+        name = "16-mixed" if str(asked) in ("16", "16-mixed") and plugin.precision == "bf16-mixed" else plugin.precision
+        return cls(name, loss_scale=getattr(plugin, "scaler", None))
 
     def use(self, device: torch.device, gradients: ModelGradients | None) -> None:
         """Where autocast computes, and where clipping finds the gradients of all ranks (None before optimizers stand)."""
         self._device_type, self._gradients = device.type, gradients
 
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by; 1 where losses are not scaled."""
+        return 1.0 if self.scale is None else self.scale.scale
+
+    # --- dtypes ------------------------------------------------------------------------------------------------------------------
+
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module.double() if self.precision == "64-true" else module
+        if self.mode.weights is None:
+            return module
+        exempt = _exempt(module, self.float32_modules)
+        held = {id(tensor) for part in exempt for tensor in (*part.parameters(), *part.buffers())}
+        held |= {
+            id(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")
+        }  # of rotary positions: 8 bits are not enough
+        module._apply(lambda t: t.to(self.mode.weights) if t.is_floating_point() and id(t) not in held else t)
+        for part in exempt:
+            _compute_in_float32(part)
+        return module
 
     @override
     def convert_input(self, data: Any) -> Any:
-        if self.precision != "64-true":
+        dtype = self.mode.weights
+        if dtype is None:
             return data
-        return apply_to_collection(data, Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
     @override
     def tensor_init_context(self) -> AbstractContextManager:
-        return _default_dtype(torch.float64) if self.precision == "64-true" else nullcontext()
+        return nullcontext() if self.mode.weights is None else _default_dtype(self.mode.weights)
 
     @override
     def module_init_context(self) -> AbstractContextManager:
@@ -79,11 +178,59 @@ class ParallelPrecision(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        autocast = (
-            torch.autocast(self._device_type, torch.bfloat16, cache_enabled=False) if self.precision == "bf16-mixed" else nullcontext()
-        )
+        dtype = self.mode.autocast
+        autocast = nullcontext() if dtype is None else torch.autocast(self._device_type, dtype, cache_enabled=False)
         with self.tensor_init_context(), autocast:
             yield
+
+    # --- the step ----------------------------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:
+        return super().pre_backward(self.scaled(tensor), module)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the present scale, in float32 at least: the scale itself is more than float16 can hold."""
+        if self.scale is None:
+            return loss
+        return (loss.float() if loss.dtype in HALF else loss) * self.scale.scale
+
+    @override
+    def optimizer_step(self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Step, or skip on all ranks if the gradient overflowed on any. See Note [A scaled step]. All ranks call."""
+        if self.scale is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                f"LBFGS evaluates the loss several times in one step, which precision={self.precision!r} cannot scale: use bf16"
+            )
+        result = closure()
+        if result is None and model.automatic_optimization:  # training_step skipped the batch
+            self._after_closure(model, optimizer)
+            return result
+        assert self._gradients is not None, "the strategy has not set up its optimizers yet"
+        overflowed = self._gradients.overflowed(optimizer)
+        self._after_closure(model, optimizer)
+        overflow = bool(overflowed.read())
+        self._advance(optimizer, overflow)
+        if not overflow:
+            optimizer.step(**kwargs)
+        return result
+
+    def _advance(self, optimizer: Optimizer, overflow: bool) -> None:
+        assert self.scale is not None
+        assert self.rule is not None
+        tried, taken = self.steps.get(optimizer, (0, 0))
+        self.steps[optimizer] = (tried + 1, taken + (not overflow))
+        before = self.scale
+        try:
+            self.scale = self.rule.after(before, overflow=overflow)
+        except MinimumReachedError as error:
+            where = "; ".join(self._gradients.bad_parameters(optimizer))
+            raise RuntimeError(f"{error}. Not finite is the gradient of {where}") from error
+        if overflow:
+            spent = "" if self.scale.scale != before.scale else f", {max(0, self.scale.left - 1)} more may before it shrinks"
+            rank_zero_info(f"a step was skipped, its gradient overflowed: loss scale {before.scale:g} -> {self.scale.scale:g}{spent}")
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -94,6 +241,59 @@ class ParallelPrecision(Precision):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self._gradients is not None, "the strategy has not set up its optimizers yet"
         self._gradients.clip_value(optimizer, float(clip_val))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scale is None else self.scale.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scale is not None and state_dict:
+            self.scale = ScaleState(**state_dict)
+
+
+def _rule(loss_scale: LossScale | GradScaler | str | float | None) -> LossScale:
+    if loss_scale is None:
+        return DynamicLossScale()
+    if isinstance(loss_scale, GradScaler):
+        growth = {"growth_factor": loss_scale.get_growth_factor(), "growth_interval": loss_scale.get_growth_interval()}
+        return DynamicLossScale(initial=loss_scale.get_scale(), backoff_factor=loss_scale.get_backoff_factor(), **growth)
+    return named_loss_scale(loss_scale) if isinstance(loss_scale, str | int | float) else loss_scale
+
+
+def _exempt(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The submodules that ``float32_modules`` means, outermost first."""
+    found: dict[str, list[nn.Module]] = {name: [] for name in names}
+    for path, submodule in module.named_modules():
+        for name in names:
+            if path and (fnmatchcase(path, name) or type(submodule).__name__ == name):
+                found[name].append(submodule)
+    if missing := [name for name, modules in found.items() if not modules]:
+        raise ValueError(f"float32_modules names {', '.join(missing)}, but the module has no submodule or class of that name")
+    return list(dict.fromkeys(submodule for modules in found.values() for submodule in modules))
+
+
+def _compute_in_float32(module: nn.Module) -> None:
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        module._narrow = next((t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()), None)
+        return apply_to_collection((args, kwargs), Tensor, widen)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        dtype = module._narrow
+        narrows = dtype in HALF
+        return apply_to_collection(output, Tensor, lambda t: t.to(dtype) if narrows and t.is_floating_point() and t.dim() else t)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def _tensors(data: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(data, Tensor, found.append)
+    return found
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from lightning_par.strategy.assemble import Assembled, assemble
 from lightning_par.strategy.facts import model_facts
 from lightning_par.strategy.sampling import ReplicaSampler
 from lightning_par.strategy.saving import Attendance, Holdings
+from lightning_par.strategy.schedules import wait_for_steps
 from lightning_par.strategy.steps import Step, StepRunner
 from lightning_par.strategy.weight_averaging import averages, open_weights
 from lightning_par.tensor import PlanError, resolve_plan
@@ -81,7 +82,7 @@ class HybridParallelStrategy(ParallelStrategy):
         self._assembled: Assembled | None = None
         self._runner: StepRunner | None = None
         self._data_parallel: DataParallel | None = None
-        self._open_weights = ExitStack()
+        self._until_teardown = ExitStack()
 
     # --- where this rank stands --------------------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class HybridParallelStrategy(ParallelStrategy):
         if self._data_parallel is None and self.layout.zero == 3:
             self._data_parallel = self._shard([])
         if self.layout.zero == 3:
-            self._open_weights = open_weights(trainer, module)
+            self._until_teardown.enter_context(open_weights(trainer, module))
         self._buffers = BufferSync(state.buffer_places(self._assembled).values(), self.mesh.data)
         state.share_rng(self.mesh.tp)
         seams.restrict_metrics(module, self.mesh.dp)
@@ -221,11 +222,16 @@ class HybridParallelStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             self._data_parallel.attach(optimizer)
         self.precision_plugin.use(self.root_device, self._gradients)
+        if self.precision_plugin.scale is not None:
+            self._until_teardown.enter_context(wait_for_steps(self.lightning_module, self.precision_plugin.steps))
 
     def _shard(self, optimizers: list[Optimizer]) -> DataParallel:
         part, stage = self._part, self.layout.zero
         groups = ReduceGroups.of(self.mesh)
-        return DataParallel(part.module, part.parameters, groups, stage=stage, options=self.zero_options, optimizers=optimizers)
+        half, scaled = self.precision_plugin.half, self.precision_plugin.mode.scaled
+        return DataParallel(
+            part.module, part.parameters, groups, stage=stage, options=self.zero_options, optimizers=optimizers, half=half, scaled=scaled
+        )
 
     @override
     def model_to_device(self) -> None:
@@ -241,7 +247,7 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         module = self._lightning_module
-        self._open_weights.close()
+        self._until_teardown.close()
         if self._data_parallel is not None and self.layout.zero == 3:  # values stay sharded: no rank may have room for all of them
             if not module.trainer.interrupted:
                 self._data_parallel.require_alike()
@@ -259,7 +265,8 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else ParallelPrecision.of(precision_plugin)
+        asked = seams.asked_precision() if precision_plugin is not None and precision_plugin.precision == "bf16-mixed" else None
+        self._precision_plugin = None if precision_plugin is None else ParallelPrecision.of(precision_plugin, asked)
 
     # --- steps -------------------------------------------------------------------------------------------------------------------
 
@@ -272,7 +279,9 @@ class HybridParallelStrategy(ParallelStrategy):
         trainer, data_parallel = self.lightning_module.trainer, self.data_parallel
         if seams.zeroes_gradients(trainer, self._batch_idx):
             data_parallel.clear()
-        loss = self.runner.train_pipeline(step, context, data_parallel, args, kwargs, multiplier=seams.backward_multiplier(trainer))
+        data_parallel.loss_scale = self.precision_plugin.loss_scale
+        share, scaled = seams.backward_multiplier(trainer), self.precision_plugin.scaled
+        loss = self.runner.train_pipeline(step, context, data_parallel, args, kwargs, scaled=lambda loss: scaled(loss * share))
         data_parallel.withhold()
         return loss
 
@@ -293,6 +302,7 @@ class HybridParallelStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, then the reduction of gradients over all axes, then ``on_after_backward``: hooks see reduced gradients."""
         self.pre_backward(closure_loss)
+        self.data_parallel.loss_scale = self.precision_plugin.loss_scale
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with self.runner.attention():
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
@@ -315,7 +325,8 @@ class HybridParallelStrategy(ParallelStrategy):
     @property
     def _gradients(self) -> ModelGradients:
         mesh = self.mesh
-        return ModelGradients(self.data_parallel, (mesh.copy if self.data_parallel.disjoint else mesh.model,), self.root_device)
+        groups = (mesh.copy if self.data_parallel.disjoint else mesh.model,)
+        return ModelGradients(self.data_parallel, groups, mesh.world, self.root_device)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -5,12 +5,13 @@ from lightning_par.zero.bucket import ReduceGroups
 from lightning_par.zero.buffers import BufferSync
 from lightning_par.zero.data_parallel import DataParallel
 from lightning_par.zero.gradients import ModelGradients
-from lightning_par.zero.master import HalfWeights
+from lightning_par.zero.master import HALF, HalfWeights
 from lightning_par.zero.options import ZeroOptions
 from lightning_par.zero.plan import BucketPlan, ParameterInfo, Slot, plan_buckets
 from lightning_par.zero.sync_batch_norm import SyncBatchNorm, synchronize_batch_norms
 
 __all__ = [
+    "HALF",
     "BucketPlan",
     "BufferSync",
     "DataParallel",

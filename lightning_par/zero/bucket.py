@@ -333,6 +333,8 @@ class Bucket:
             self.master = Master(self.span, self.half, seed=self.groups.shard.index)
         self._whole = True
         self.shards = [shard for slot in self.plan.slots if (shard := self._cut(slot)) is not None]
+        if self.master is not None:
+            self.master.rest()
         if self.stage.frees_values:
             self.free()
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par.comm import Group
-from lightning_par.numerics import clip_by_norm, clip_by_value, total_norm
+from lightning_par.comm import Group, Later
+from lightning_par.numerics import clip_by_norm, clip_by_value, overflowed, total_norm
 from lightning_par.zero.data_parallel import DataParallel
 
 
@@ -21,11 +21,13 @@ class ModelGradients:
     Args:
         data_parallel: holds this rank's part.
         groups: over which the parts of different ranks are added up; see ``numerics.grad_norm``.
+        world: every rank.
         device: where the norm is computed on a rank that holds no gradient.
     """
 
     data_parallel: DataParallel
     groups: Sequence[Group]
+    world: Group
     device: torch.device
 
     def norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
@@ -50,3 +52,15 @@ class ModelGradients:
     def clip_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clamp every element of the gradients to ``[-limit, limit]``."""
         clip_by_value(self.data_parallel.gradients(optimizer), limit)
+
+    def overflowed(self, optimizer: Optimizer) -> Later:
+        """Whether any element of ``optimizer``'s gradients is infinite or NaN on any rank: a 0-dim tensor that is not 0."""
+        flag = overflowed([shard.grad for shard in self.data_parallel.gradients(optimizer)], self.device)
+        return Later(flag, self.world.all_reduce(flag, "max", async_op=True))
+
+    def bad_parameters(self, optimizer: Optimizer) -> list[str]:
+        """The first parameter with such a gradient, of each rank that has one."""
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        bad = next((self.data_parallel.held(param)[0] for param in params if not param.grad.isfinite().all()), None)
+        everyone = self.world.gather_objects(bad)
+        return [f"{name} on rank {rank}" for rank, name in zip(self.world.ranks, everyone, strict=True) if name is not None]

@@ -48,7 +48,6 @@ class Master:
         self.span, self.stays = span, half.masters
         self.values = span.float()
         self._rounding = torch.Generator(span.device).manual_seed(seed) if half.stochastic_rounding else None
-        self._close()
 
     def before_step(self) -> None:
         """The optimizer is about to read and write ``values``."""
@@ -62,7 +61,7 @@ class Master:
             self.span.copy_(self.values)
         else:
             self.span.copy_(round_stochastically(self.values, self._rounding))
-        self._close()
+        self.rest()
 
     def keep_edits(self) -> None:
         """The span was edited: the master follows where it was, and stays as exact as it is elsewhere."""
@@ -70,7 +69,8 @@ class Master:
             edited = self.span != self.values.to(self.span.dtype)
             torch.where(edited, self.span.float(), self.values, out=self.values)
 
-    def _close(self) -> None:
+    def rest(self) -> None:
+        """No optimizer needs ``values`` before the next step."""
         if not self.stays:
             self.values.untyped_storage().resize_(0)
 

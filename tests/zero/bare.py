@@ -111,7 +111,7 @@ def data_parallel(
 
 
 def model_gradients(mesh: Mesh, dp: DataParallel) -> ModelGradients:
-    return ModelGradients(dp, (mesh.copy if dp.disjoint else mesh.model,), CPU)
+    return ModelGradients(dp, (mesh.copy if dp.disjoint else mesh.model,), mesh.world, CPU)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
