@@ -1,6 +1,7 @@
 """Parallel training strategies for PyTorch Lightning: any mix of data, ZeRO, tensor, pipeline and context parallelism, same numbers."""
 
 from lightning_par.layout import LayoutError, ParallelLayout
+from lightning_par.numerics import DynamicLossScale, StaticLossScale
 from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import (
     ContextParallelStrategy,
@@ -16,11 +17,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ContextParallelStrategy",
+    "DynamicLossScale",
     "HybridParallelStrategy",
     "LayoutError",
     "ParallelLayout",
     "ParallelPrecision",
     "PipelineParallelStrategy",
+    "StaticLossScale",
     "TensorParallelStrategy",
     "ZeROStrategy",
     "ZeroOptions",

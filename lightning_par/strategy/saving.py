@@ -134,6 +134,8 @@ class Holdings:
         else:
             shards = {name: shard for name, shard in shards.items() if name in stored}
         read_tensors(folder, shards)
+        if self.data_parallel is not None:
+            self.data_parallel.loaded()
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill the state of this rank's optimizers, and set its random generators, from what ``load`` returned.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -32,6 +33,7 @@ from lightning_par.comm import Group
 
 __all__ = [
     "CheckedLauncher",
+    "asked_precision",
     "backward_multiplier",
     "fail_on_sigterm",
     "gather",
@@ -152,3 +154,16 @@ def is_last_batch(trainer: pl.Trainer) -> bool:
 def backward_multiplier(trainer: pl.Trainer) -> float:
     """What Lightning multiplies ``training_step``'s loss by before it calls backward."""
     return 1.0 / trainer.accumulate_grad_batches
+
+
+def asked_precision() -> object:
+    """The ``precision`` that the Trainer under construction was given, None if there is none.
+
+    Lightning makes bf16-mixed of 16-mixed on CPU before any plugin or strategy hears of it, so the Trainer's own frame is asked.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), pl.Trainer) and "precision" in frame.f_locals:
+            return frame.f_locals["precision"]
+        frame = frame.f_back
+    return None

@@ -81,14 +81,14 @@ class StepRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        multiplier: float,
+        scaled: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """One batch through the pipeline, forward and backward: its loss, in float64 since early stages know no other dtype.
 
         Gradients are left in ``data_parallel``, not yet reduced.
 
         Args:
-            multiplier: scales the loss before backward.
+            scaled: what becomes of a loss before backward.
         """
         assert self.pipeline is not None
         pieces = self._pieces(args[0], self._count(args[0]))
@@ -108,7 +108,7 @@ class StepRunner:
                 if watch is not None:
                     self._refuse_nan(loss, pieces[m].share)
                 losses.append(loss.detach())
-                return loss * (pieces[m].share * multiplier).to(loss.dtype)
+                return scaled(loss * pieces[m].share.to(loss.dtype))
 
             with self.attention(), data_parallel.hold():
                 signatures = [("train", signature(piece.batch)) for piece in pieces]
