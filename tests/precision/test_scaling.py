@@ -1,0 +1,322 @@
+"""Loss scaling under the Trainer: what is skipped, where, in which order, and what is remembered."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_par import DynamicLossScale, HybridParallelStrategy, ParallelPrecision, StaticLossScale
+from tests.checkpoint.fits import SaveAt
+from tests.harness import run_world
+from tests.harness.models import TinyGPT, token_loader
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "cp2": {"cp": 2},
+    "zero1": {"dp": 2, "zero": 1},
+    "zero2": {"dp": 2, "zero": 2},
+    "zero3": {"dp": 2, "zero": 3},
+}
+
+
+class Scripted(TinyGPT):
+    """Rank 1 finds an infinity in one element of one gradient, at the steps of ``script``."""
+
+    def __init__(self, script: frozenset[int]) -> None:
+        super().__init__(layers=3)
+        self.script, self.seen = script, []
+        self.taken = 0
+
+    def on_after_backward(self) -> None:
+        strategy = self.trainer.strategy
+        if self.trainer.global_step in self.script and strategy.global_rank == 1:
+            params = [p for group in self.trainer.optimizers[0].param_groups for p in group["params"]]
+            next(p.grad for p in params if p.grad is not None and p.grad.numel()).view(-1)[-1] = math.inf
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        scale = self.trainer.precision_plugin.scale
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.seen.append((scale.scale, scale.good, scale.left, scale.skipped, rate))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "taken", self.taken + 1))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _trainer(layout: dict[str, int], steps: int, precision: ParallelPrecision, **options: Any) -> L.Trainer:
+    strategy = HybridParallelStrategy(zero_options={"min_unit_mb": 0}, **layout)
+    return L.Trainer(devices=2, strategy=strategy, plugins=[precision], max_steps=steps, **QUIET, **options)
+
+
+def _scripted(layout: dict[str, int], script: frozenset[int], steps: int, rule: DynamicLossScale, **files: Any) -> dict[str, Any]:
+    callbacks = [SaveAt(files["save"], steps)] if "save" in files else []
+    trainer = _trainer(layout, steps, ParallelPrecision("16-mixed", loss_scale=rule), callbacks=callbacks)
+    module = Scripted(script)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loader = token_loader(4, rows=20, **trainer.strategy.distributed_sampler_kwargs)
+        trainer.fit(module, loader, ckpt_path=files.get("resume"))
+    return {
+        "seen": module.seen,
+        "taken": module.taken,
+        "weights": trainer.strategy.full_state_dict(),
+        "warnings": [str(warning.message) for warning in told if "lr_scheduler.step()" in str(warning.message)],
+        "global_step": trainer.global_step,
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_A1_A9_an_infinity_on_one_rank_skips_the_step_and_the_schedule_on_all(layout: str) -> None:
+    ranks = run_world(_scripted, 2, LAYOUTS[layout], frozenset({0, 1, 2}), 6, DynamicLossScale(initial=2.0**16))
+    for told in ranks:
+        assert told["taken"] == 3
+        assert [row[0] for row in told["seen"]] == [2.0**15, 2.0**14, 2.0**13, 2.0**13, 2.0**13, 2.0**13]
+        assert [row[3] for row in told["seen"]] == [1, 2, 3, 3, 3, 3]
+        assert [row[4] for row in told["seen"]] == [0.01, 0.01, 0.01, 0.005, 0.0025, 0.00125]
+        assert told["global_step"] == 6, "Lightning counts every step"
+        assert not told["warnings"]
+    if layout == "zero1":
+        clean = run_world(_scripted, 2, LAYOUTS[layout], frozenset(), 3, DynamicLossScale())
+        assert [row[4] for row in clean[0]["seen"]] == [0.005, 0.0025, 0.00125]
+
+
+RULES = {
+    "torch": DynamicLossScale(growth_interval=4),
+    "megatron": DynamicLossScale("megatron", initial=65536.0, growth_interval=4),
+    "deepspeed": DynamicLossScale("deepspeed", initial=65536.0, growth_interval=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [
+        ("zero1", "megatron"),
+        ("pp2", "deepspeed"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dp2", "torch"), ("tp2", "megatron"), ("cp2", "torch"))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("zero2", "deepspeed"), ("zero3", "megatron"))),
+    ],
+)
+def test_A3_a_resumed_run_goes_on_with_the_same_scale_counts_rate_and_weights(layout: str, rule: str, tmp_path: Path) -> None:
+    script, scale = frozenset({2, 6, 7}), RULES[rule]
+    straight = run_world(_scripted, 2, LAYOUTS[layout], script, 10, scale)
+    first = run_world(_files, 2, LAYOUTS[layout], script, 5, scale, {"save": tmp_path / "half"})
+    second = run_world(_files, 2, LAYOUTS[layout], script, 10, scale, {"resume": tmp_path / "half"})
+    for whole, early, late in zip(straight, first, second, strict=True):
+        assert whole["seen"] == early["seen"] + late["seen"]
+    for name, value in straight[0]["weights"].items():
+        assert torch.equal(value, second[0]["weights"][name]), name
+
+
+def _files(layout: dict[str, int], script: frozenset[int], steps: int, rule: DynamicLossScale, files: dict[str, Any]) -> dict[str, Any]:
+    return _scripted(layout, script, steps, rule, **files)
+
+
+def _always(layout: dict[str, int]) -> tuple[list[tuple], str]:
+    rule = DynamicLossScale("megatron", initial=16.0, minimum=1.0, hysteresis=2, growth_interval=1000)
+    trainer = _trainer(layout, 10, ParallelPrecision("16-mixed", loss_scale=rule))
+    module = Scripted(frozenset(range(10)))
+    with pytest.raises(RuntimeError, match="loss scale at its minimum") as caught:
+        trainer.fit(module, token_loader(4, **trainer.strategy.distributed_sampler_kwargs))
+    return [row[:3] for row in module.seen], str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "zero1", "pp2"])
+def test_A4_at_the_minimum_the_error_names_the_parameter_and_its_rank(layout: str) -> None:
+    for seen, text in run_world(_always, 2, LAYOUTS[layout]):
+        assert [scale for scale, *_ in seen] == [16, 8, 4, 2, 1], "one spends the hysteresis, four halve, the sixth raises"
+        assert [left for _, _, left in seen][:2] == [1, 0]
+        assert "model." in text
+        assert text.endswith("on rank 1")
+
+
+class Given(L.LightningModule):
+    """A weight whose gradient is ``grad``."""
+
+    def __init__(self, grad: Tensor, *, manual: bool = False, clip: int = 0, optimizer: Callable[..., Any] = torch.optim.SGD) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros_like(grad))
+        self.register_buffer("target", grad.clone())
+        self.automatic_optimization, self.clips, self.make, self.norms = not manual, clip, optimizer, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = (self.weight.float() * self.target.float()).sum()
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        for _ in range(self.clips):
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        return None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(self.trainer.strategy.grad_norm(optimizer).item())
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters(), lr=1.0)
+
+
+def _update(precision: ParallelPrecision, module: Callable[[], Given], zero: int, **options: Any) -> tuple[Tensor, list[float]]:
+    trainer = _trainer({"zero": zero}, options.pop("steps", 1), precision, **options)
+    built = module()
+    trainer.fit(built, DataLoader(torch.zeros(8, 1), batch_size=1))
+    whole = trainer.strategy.full_state_dict()
+    return (whole["weight"].float() if whole else torch.empty(0)), built.norms
+
+
+GRAD = torch.tensor([0.3, -0.4, 0.0])  # of norm 0.5
+
+
+def _orders() -> None:
+    scaled = lambda: ParallelPrecision("16-mixed", loss_scale=StaticLossScale(2.0**16))  # noqa: E731
+    for zero in (0, 1, 2):
+        small, norms = _update(scaled(), lambda: Given(GRAD), zero, gradient_clip_val=1.0)
+        assert norms == [pytest.approx(0.5)], "A14"
+        big, _ = _update(scaled(), lambda: Given(8 * GRAD), zero, gradient_clip_val=1.0)
+        manual, _ = _update(scaled(), lambda: Given(GRAD * 8, manual=True, clip=1), zero)
+        twice, _ = _update(scaled(), lambda: Given(GRAD * 8, manual=True, clip=2), zero)
+        automatic, _ = _update(scaled(), lambda: Given(GRAD * 8), zero, gradient_clip_val=0.5)
+        if small.numel():
+            torch.testing.assert_close(-small, GRAD)
+            torch.testing.assert_close(-big, 8 * GRAD / 4, rtol=1e-5, atol=1e-5)
+            assert torch.equal(manual, automatic)
+            torch.testing.assert_close(twice, manual)
+
+
+def test_A5_A6_A14_gradients_are_unscaled_once_before_hooks_and_clipping_in_every_loop() -> None:
+    run_world(_orders, 2)
+
+
+def _fused() -> None:
+    for zero in (0, 1, 2):
+        updates = []
+        for fused in (False, True):
+            make = lambda params, lr, fused=fused: torch.optim.AdamW(params, lr=1e-2, fused=fused)  # noqa: E731
+            precision = ParallelPrecision("16-mixed", loss_scale=StaticLossScale(1024.0))
+            updates.append(_update(precision, lambda make=make: Given(GRAD, optimizer=make), zero, steps=3, gradient_clip_val=0.1)[0])
+        torch.testing.assert_close(*updates)
+
+
+def test_A7_optimizers_that_could_unscale_themselves_are_not_unscaled_twice() -> None:
+    run_world(_fused, 2)
+
+
+def _user_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    theirs = L.Trainer(devices=1, strategy=HybridParallelStrategy(), plugins=[MixedPrecision("16-mixed", "cpu", scaler)], **QUIET)
+    assert theirs.precision_plugin.loss_scale == 4.0
+    for name in ("16-mixed", "16-true"):
+        trainer = L.Trainer(
+            devices=1, strategy=HybridParallelStrategy(), plugins=[ParallelPrecision(name, loss_scale=scaler)], max_steps=2, **QUIET
+        )
+        trainer.fit(TinyGPT(layers=2), token_loader(4))
+        assert trainer.precision_plugin.loss_scale == 16.0, "doubled after each of two good steps"
+
+
+def test_A12_a_scaler_of_ones_own_is_used() -> None:
+    run_world(_user_scaler, 1)
+
+
+def _bf16_norms(precision: str, accumulate: int) -> list[float]:
+    class Norms(TinyGPT):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms.append(self.trainer.strategy.grad_norm(optimizer).item())
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (0.0 if batch_idx >= 4 * accumulate else 1.0)
+
+    norms: list[float] = []
+    trainer = L.Trainer(
+        devices=2,
+        strategy=HybridParallelStrategy(),
+        precision=precision,
+        max_steps=5,
+        accumulate_grad_batches=accumulate,
+        **QUIET,
+    )
+    trainer.fit(Norms(layers=2), token_loader(4, rows=96, **trainer.strategy.distributed_sampler_kwargs))
+    assert trainer.precision_plugin.loss_scale == 1.0
+    return norms
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_Z19_bfloat16_has_no_loss_scale_and_no_gradient_is_left_over(accumulate: int) -> None:
+    exact = run_world(_bf16_norms, 2, "32-true", accumulate)[0]
+    for precision in ("bf16-mixed", "bf16-true"):
+        norms = run_world(_bf16_norms, 2, precision, accumulate)[0]
+        assert norms[:1] == pytest.approx(exact[:1], rel=0.01)
+        assert norms == pytest.approx(exact, rel=0.05)
+        assert norms[-1] == 0.0, "a gradient of zero is no error"
+
+
+def _overflows_for_real() -> tuple[float, int, list[float]]:
+    trainer = L.Trainer(
+        devices=2,
+        strategy=HybridParallelStrategy(zero=2),
+        plugins=[ParallelPrecision("16-true", loss_scale=DynamicLossScale(initial=2.0**30))],
+        max_steps=30,
+        **QUIET,
+    )
+    module = Scripted(frozenset())
+    trainer.fit(module, token_loader(4, rows=24, **trainer.strategy.distributed_sampler_kwargs))
+    scale = trainer.precision_plugin.scale
+    return scale.scale, scale.skipped, [row[0] for row in module.seen]
+
+
+def test_a_scale_that_is_too_high_comes_down_until_steps_are_taken() -> None:
+    results = run_world(_overflows_for_real, 2)
+    assert results[0] == results[1]
+    scale, skipped, _ = results[0]
+    assert scale == 2.0 ** (30 - skipped)
+    assert 5 < skipped < 28
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"precision": "bf16-mixed", "loss_scale": 8.0}, "loss_scale is for 16-mixed and 16-true"),
+        ({"precision": "16-true", "master_weights": False}, "master_weights=False is for bf16-true"),
+        ({"precision": "bf16-true", "stochastic_rounding": True}, "with master_weights=False"),
+        ({"precision": "32-true", "float32_modules": ["norm"], "loss_scale": 2.0}, "loss_scale is for.*float32_modules is for"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ParallelPrecision(**arguments)
+
+
+def test_A10_no_masters_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match="smaller than about 1/512 of its weight is lost"):
+        ParallelPrecision("bf16-true", master_weights=False)
+
+
+def _lbfgs() -> None:
+    precision = ParallelPrecision("16-mixed")
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times"):
+        _update(precision, lambda: Given(GRAD, optimizer=lambda params, lr: torch.optim.LBFGS(params)), 0)
+
+
+def test_an_optimizer_that_cannot_be_scaled_is_refused() -> None:
+    run_world(_lbfgs, 2)
