@@ -4,7 +4,7 @@ from lightning_par.pipeline.engine import Pipeline
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.plan import forward_plan, training_plan
 from lightning_par.pipeline.simulate import Costs, ScheduleError, Simulation, simulate
-from lightning_par.pipeline.split import Placement, balance, place
+from lightning_par.pipeline.split import Placement, balance, named_layers, place
 from lightning_par.pipeline.stage import StageExit
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "StageExit",
     "balance",
     "forward_plan",
+    "named_layers",
     "place",
     "simulate",
     "training_plan",

@@ -2,8 +2,9 @@
 
 Note [What lives where]
 ~~~~~~~~~~~~~~~~~~~~~~~
-The layer list is one ``nn.ModuleList`` of like blocks; its layers are spread over the stages. Walking down from the root to the list, every
-module that is registered before the way down goes to the first stage, every one after it to the last: authors register modules in
+The layer list is one ``nn.ModuleList`` or ``nn.Sequential``; its members, the layers, are spread over the stages. If the module does not
+name it, it is the list of like blocks with the most parameters, or else the biggest Sequential. Walking down from the root to the list,
+every module that is registered before the way down goes to the first stage, every one after it to the last: authors register modules in
 the order in which they use them. Modules without parameters stay everywhere (dropout, rotary angles, losses). Parameters that hang
 directly on a module along the way are nobody's in particular: every stage keeps them, and they are reported as tied, so that their
 gradient is the sum over the stages, wherever they are used::
@@ -14,6 +15,10 @@ gradient is the sum over the stages, wherever they are used::
                              layers the list
                              norm   after   -> last stage
                              head   after   -> last stage; its weight may be embed's: tied
+
+A module says which list to take with an attribute ``pipeline_layers``, the list's name within it. That is the way out for models of any
+other shape, too: write them as a list of stages or layers, each of which takes what the one before returned (a tensor, or any nesting of
+tensors), iterate over it, and name it.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from torch import nn
 
 from lightning_par.layout import Span
 from lightning_par.pipeline.errors import PipelineError
-from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, StageLayers
+from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, LayerList, StageLayers
 
 RIVAL = 0.5
 """A second layer list with this share of the first one's parameters makes the choice between them the user's."""
@@ -37,12 +42,14 @@ class Placement:
 
     Attributes:
         layers: the layer list's name.
+        members: the layers' names in it.
         spans: the layers of each stage.
         before: names of the modules on the first stage.
         after: names of the modules on the last stage.
     """
 
     layers: str
+    members: tuple[str, ...]
     spans: tuple[Span, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
@@ -50,7 +57,7 @@ class Placement:
     def stages_of(self, parameter: str) -> range:
         """The stages that hold the parameter of this name."""
         if _inside(parameter, self.layers):
-            index = int(parameter.removeprefix(self.layers + ".").split(".")[0])
+            index = self.members.index(parameter.removeprefix(self.layers + ".").split(".")[0])
             return next(range(s, s + 1) for s, span in enumerate(self.spans) if span.start <= index < span.stop)
         if any(_inside(parameter, name) for name in self.before):
             return range(1)
@@ -60,7 +67,8 @@ class Placement:
 
     def __str__(self) -> str:
         """A line per stage."""
-        lines = [[f"{self.layers}.{span.start}" + (f"..{span.stop - 1}" if span.size > 1 else "")] for span in self.spans]
+        ends = [(self.members[span.start], self.members[span.stop - 1]) for span in self.spans]
+        lines = [[f"{self.layers}.{first}" + (f"..{last}" if last != first else "")] for first, last in ends]
         lines[0] = [*self.before, *lines[0]]
         lines[-1] = [*lines[-1], *self.after]
         return "\n".join(f"stage {stage}: {', '.join(names)}" for stage, names in enumerate(lines))
@@ -69,7 +77,8 @@ class Placement:
 def place(module: nn.Module, stages: int, layers: str | None = None) -> Placement:
     """Decide where everything lives. See Note [What lives where]."""
     name = find_layers(module, layers)
-    blocks = list(module.get_submodule(name))
+    members = module.get_submodule(name)._modules
+    blocks = list(members.values())
     if len(blocks) < stages:
         raise PipelineError(
             f"{name} has {len(blocks)} layers, too few for {stages} pipeline stages: lower pp (or chunks) to at most {len(blocks)}"
@@ -78,13 +87,13 @@ def place(module: nn.Module, stages: int, layers: str | None = None) -> Placemen
     costs = [_size(block) for block in blocks]
     first = sum(_size(module.get_submodule(n)) for n in before)
     last = sum(_size(module.get_submodule(n)) for n in after)
-    return Placement(name, tuple(balance(costs, stages, first=first, last=last)), tuple(before), tuple(after))
+    return Placement(name, tuple(members), tuple(balance(costs, stages, first=first, last=last)), tuple(before), tuple(after))
 
 
 def cut(module: nn.Module, placement: Placement, stages: Collection[int]) -> StageLayers:
     """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere."""
     spans = {stage: placement.spans[stage] for stage in stages}
-    layers = StageLayers(list(module.get_submodule(placement.layers)), spans, stages=len(placement.spans), name=placement.layers)
+    layers = StageLayers(module.get_submodule(placement.layers), spans, stages=len(placement.spans), name=placement.layers)
     _replace(module, placement.layers, layers)
     if 0 not in spans:
         for name in placement.before:
@@ -96,24 +105,46 @@ def cut(module: nn.Module, placement: Placement, stages: Collection[int]) -> Sta
 
 
 def find_layers(module: nn.Module, name: str | None = None) -> str:
-    """The name of the layer list: the given one, or the list of like blocks with the most parameters."""
-    lists = {n: child for n, child in module.named_modules() if isinstance(child, nn.ModuleList) and len(child) > 0}
-    sizes = {n: _size(child) for n, child in lists.items() if len({type(block) for block in child}) == 1}
-    known = "; ".join(f"{n} ({len(child)} layers, {_size(child):,} parameters)" for n, child in lists.items()) or "none"
-    if name is not None:
+    """The name of the layer list: the given one, the one that the module names, or the one found. See Note [What lives where].
+
+    Raises:
+        PipelineError: there is none, or no telling which.
+    """
+    lists = {n: child for n, child in module.named_modules() if n and isinstance(child, LayerList) and len(child) > 0}
+    outermost = {n: child for n, child in lists.items() if not any(_inside(n, other) for other in lists)}
+    known = "; ".join(f"{n} ({len(child)} layers, {_size(child):,} parameters)" for n, child in outermost.items()) or "none"
+    kind = type(module).__name__
+    if (name := name or named_layers(module)) is not None:
         if name not in lists:
-            raise PipelineError(f"layers={name!r} is not a ModuleList of {type(module).__name__}; there are: {known}")
+            raise PipelineError(f"{name!r} is not an nn.ModuleList or nn.Sequential of {kind}; there are: {known}")
         return name
-    if not any(sizes.values()):
+    alike = [n for n, child in lists.items() if len(child) > 1 and len({type(block) for block in child}) == 1 and _size(child)]
+    mixed = [n for n, child in lists.items() if isinstance(child, nn.Sequential) and _size(child)]
+    found = alike or mixed
+    if not found:
         raise PipelineError(
-            f"{type(module).__name__} has no nn.ModuleList of like blocks to spread over pipeline stages; lists in it: {known}. "
-            "Name the one to take with layers=..., or keep pp=1"
+            f"{kind} has no nn.ModuleList of like blocks and no nn.Sequential to spread over pipeline stages; lists in it: {known}. "
+            f"{_WAY_OUT}, or keep pp=1"
         )
-    best = max(sizes, key=lambda n: sizes[n])
-    rivals = [n for n in sizes if sizes[n] >= RIVAL * sizes[best] and not _inside(n, best) and n != best]
-    if rivals:
-        raise PipelineError(f"several layer lists could be spread over pipeline stages: {known}. Name the one to take with layers=...")
+    best = max(found, key=lambda n: _size(lists[n]))
+    rivals = [n for n in found if _size(lists[n]) >= RIVAL * _size(lists[best]) and not _inside(n, best) and not _inside(best, n)]
+    if len(rivals) > 1:
+        raise PipelineError(f"several layer lists of {kind} could be spread over pipeline stages: {known}. {_WAY_OUT}")
     return best
+
+
+_WAY_OUT = (
+    "Name the one to take on your module, pipeline_layers = 'model.blocks'; if its layers need more than the one before returned, or all "
+    "lists shall be spread, write the model as one list of stages, each taking what the one before returned, iterate over it, and name it"
+)
+
+
+def named_layers(module: nn.Module) -> str | None:
+    """The list that the module, or the first in it to do so, names with ``pipeline_layers``; None if none does."""
+    for prefix, child in module.named_modules():
+        if (name := getattr(child, "pipeline_layers", None)) is not None:
+            return _join(prefix, name)
+    return None
 
 
 def balance(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[Span]:

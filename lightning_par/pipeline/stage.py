@@ -37,7 +37,7 @@ output on, unchanged, and uses it a second time (``total += probe(x)``), or chan
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,23 +177,29 @@ class _Pass:
         return self.ran == self.span.stop - 1
 
 
+LayerList = nn.ModuleList | nn.Sequential
+
+
 class StageLayers(nn.ModuleList):
     """The layer list of one rank. Holds the layers of its stages under their global names, and is as long as the whole list.
 
     Args:
-        layers: all layers of the model; those of other ranks are let go (but for a copy on the meta device).
+        layers: all layers of the model; those of other ranks are let go (but for a copy on the meta device). If it is a Sequential, this
+            can be called like one.
         spans: the layers of each stage of this rank, by stage.
         stages: how many stages there are in all.
         name: what the list is called in the model, for messages.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], spans: Mapping[int, Span], *, stages: int, name: str) -> None:
+    def __init__(self, layers: LayerList, spans: Mapping[int, Span], *, stages: int, name: str) -> None:
         super().__init__()
         local = {i for span in spans.values() for i in range(span.start, span.stop)}
+        self._keys = tuple(layers._modules)
         for i in sorted(local):
-            self.add_module(str(i), layers[i])
+            self.add_module(self._keys[i], layers[i])
         copies = [layer if i in local else on_meta(layer) for i, layer in enumerate(layers)]
         self._spans, self._stages, self._name = dict(spans), stages, name
+        self._kind = nn.Sequential if isinstance(layers, nn.Sequential) else nn.ModuleList
         self._others = tuple(_OtherLayer(layer, i, self._outside) for i, layer in enumerate(copies))
         self._now: _Pass | None = None
 
@@ -219,16 +225,27 @@ class StageLayers(nn.ModuleList):
     @override
     def __getitem__(self, index: int | slice) -> nn.Module:
         places = range(len(self))[index]
-        return self._at(places) if isinstance(places, int) else nn.ModuleList([self._at(i) for i in places])
+        if isinstance(places, int):
+            return self._at(places)
+        several = [self._at(i) for i in places]
+        return nn.Sequential(*several) if self._kind is nn.Sequential else nn.ModuleList(several)
+
+    @override
+    def forward(self, input: Any) -> Any:
+        if self._kind is not nn.Sequential:
+            return super().forward(input)  # refuses, as that of any ModuleList
+        for layer in self:
+            input = layer(input)
+        return input
 
     def _at(self, index: int) -> nn.Module:
         """What the model sees at this place: with no stage active, every layer of this rank."""
         if self._now is None:
-            return self._modules.get(str(index), self._others[index])
+            return self._modules.get(self._keys[index], self._others[index])
         span = self._now.span
         if not span.start <= index < span.stop:
             return self._others[index]
-        layer = self._modules[str(index)]
+        layer = self._modules[self._keys[index]]
         return _OwnLayer(layer, index, self._check_extras, self._keep) if self._now.exits else layer
 
     def _keep(self, index: int, output: Any) -> None:

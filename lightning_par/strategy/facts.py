@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_par.layout import ModelFacts
+from lightning_par.pipeline import named_layers
 
 CONFIG_KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "layers"),
@@ -35,7 +37,8 @@ def model_facts(module: nn.Module, data: object = None) -> ModelFacts:
         facts = facts | config_facts(getattr(submodule, "config", None))
     sequence = getattr(data, "sequence_length", None)
     batch = data.batch_size if isinstance(data, DataLoader) else None
-    return facts | ModelFacts(sequence=sequence if _is_count(sequence) else None, batch=batch)
+    facts |= ModelFacts(sequence=sequence if _is_count(sequence) else None, batch=batch)
+    return facts if named_layers(module) is None else replace(facts, layers=None)  # its own list, whatever a config in it counts
 
 
 def _get(config: Any, key: str) -> Any:

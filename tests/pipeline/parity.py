@@ -37,7 +37,8 @@ def cut(batch: Batch, pieces: int) -> list[Batch]:
 
 def counted(batch: Batch) -> int:
     """Labels that the loss averages over."""
-    return int((batch["labels"][:, 1:] != -100).sum()) if "labels" in batch else len(next(iter(batch.values())))
+    labels = batch.get("labels")
+    return len(next(iter(batch.values()))) if labels is None or labels.dim() == 1 else int((labels[:, 1:] != -100).sum())
 
 
 @dataclass

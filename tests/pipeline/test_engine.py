@@ -35,6 +35,34 @@ def test_P5_P6_shapes_may_change_between_steps_and_between_train_and_eval() -> N
     run_world(_changing_shapes, 2)
 
 
+class Perceptron(nn.Module):
+    """A plain Sequential, called whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        hidden = [module for _ in range(4) for module in (nn.Linear(7, 7), nn.Dropout(0.0), nn.ReLU(inplace=True))]
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), *hidden, nn.Linear(7, 3))
+
+    def forward(self, x: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x * scale[:, None]), target)
+
+
+def _perceptron(size: int) -> None:
+    group = pp_group(size)
+    for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2)):
+        twin = Twin(Perceptron().double(), group, schedule, chunks, call=call)
+        assert set(twin.pipeline.names) <= {name for name, _ in twin.whole.named_parameters()}
+        for microbatches in (1, 3, 7):
+            twin.train_step(samples(7), microbatches)
+        twin.evaluate(samples(3), 2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sequential_needs_no_loop_and_no_name(size: int) -> None:
+    run_world(_perceptron, size, size)
+
+
 class Classifier(nn.Module):
     """Layers that take a keyword and return a tuple, worked on in place; an odd tensor, an integer one and None at the boundary."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import combinations, pairwise
 
 import pytest
@@ -137,19 +138,59 @@ def test_balance_is_the_best_of_all_cuts(stages: int) -> None:
     assert dearest(tuple(span.stop for span in spans[:-1])) == min(map(dearest, combinations(range(1, len(costs)), stages - 1)))
 
 
+class Named(nn.Module):
+    """A Sequential with names, and another beside it."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.body = nn.Sequential(OrderedDict({f"block{i}": Block() for i in range(blocks)}))
+        self.top = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(self.body[1:](self.body[0](self.stem(x))))
+
+
+def test_a_sequential_is_a_layer_list_whose_members_keep_their_names() -> None:
+    model = Named()
+    placement = place(model, 2)
+    assert str(placement) == "stage 0: stem, body.block0\nstage 1: body.block1..block2, top"
+    assert list(placement.stages_of("body.block2.linear.bias")) == [1]
+    names = {name for name, _ in model.named_parameters() if name.startswith(("body.block1", "body.block2", "top"))}
+    cut(model, placement, [1])
+    assert {name for name, _ in model.named_parameters()} == names
+    assert isinstance(model.body[1:], nn.Sequential)
+
+
+def test_without_a_list_of_like_blocks_the_biggest_sequential_is_spread() -> None:
+    mlp = nn.ModuleDict({"net": nn.Sequential(nn.Flatten(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 3))})
+    assert str(place(mlp, 2)) == "stage 0: net.0..1\nstage 1: net.2..5"
+    assert [len(list(place(mlp, 3).stages_of(f"net.{i}.weight"))) for i in (1, 3, 5)] == [1, 1, 1]
+
+
 def test_a_module_that_cannot_be_split_says_why_and_how_to_name_the_layers() -> None:
-    with pytest.raises(PipelineError, match=r"Linear has no nn\.ModuleList of like blocks.*layers="):
+    with pytest.raises(PipelineError, match=r"Linear has no nn\.ModuleList of like blocks and no nn\.Sequential.*pipeline_layers = "):
         find_layers(nn.Linear(2, 2))
     two = nn.ModuleDict({"encoder": nn.ModuleList([Block(), Block()]), "decoder": nn.ModuleList([Block(), Block()])})
-    with pytest.raises(PipelineError, match=r"several layer lists.*encoder \(2 layers.*decoder \(2 layers"):
+    with pytest.raises(PipelineError, match=r"several layer lists.*encoder \(2 layers.*decoder \(2 layers.*pipeline_layers = "):
         find_layers(two)
     assert find_layers(two, "decoder") == "decoder"
-    with pytest.raises(PipelineError, match=r"layers='decoders' is not a ModuleList of ModuleDict; there are: encoder"):
+    with pytest.raises(PipelineError, match=r"'decoders' is not an nn\.ModuleList or nn\.Sequential of ModuleDict; there are: encoder"):
         find_layers(two, "decoders")
 
 
+def test_a_module_names_its_layer_list() -> None:
+    two = nn.ModuleDict({"encoder": nn.ModuleList([Block(), Block()]), "decoder": nn.ModuleList([Block(), nn.Linear(4, 4)])})
+    two.pipeline_layers = "decoder"
+    assert find_layers(two) == "decoder"
+    assert find_layers(nn.ModuleDict({"model": two})) == "model.decoder", "a name is one within the module that gives it"
+    two.pipeline_layers = "encoders"
+    with pytest.raises(PipelineError, match="'encoders' is not"):
+        find_layers(two)
+
+
 def test_a_placement_is_plain_data() -> None:
-    placement = Placement("h", (Span(0, 2), Span(2, 3)), ("embed",), ("head",))
+    placement = Placement("h", ("0", "1", "2"), (Span(0, 2), Span(2, 3)), ("embed",), ("head",))
     assert [list(placement.stages_of(name)) for name in ("h.1.weight", "h.2.a.b", "embed.weight", "head.bias", "scale")] == [
         [0],
         [1],

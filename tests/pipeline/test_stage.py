@@ -154,6 +154,22 @@ def through_the_stages(model: nn.Module, ids: Tensor, ranks: int = 3, *, stages:
     raise AssertionError("the last stage ended early")
 
 
+def called(layers: nn.Sequential, x: Tensor) -> Tensor:
+    return layers(x)
+
+
+def called_in_parts(layers: nn.Sequential, x: Tensor) -> Tensor:
+    return layers[2:](layers[:2](x))
+
+
+@pytest.mark.parametrize("loop", [called, called_in_parts, over, indexed])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (3, 3), (2, 4), (1, 5)])
+def test_a_sequential_may_be_called_whole_or_in_parts(loop: Loop, ranks: int, stages: int) -> None:
+    model, ids = Model(loop), torch.tensor([[1, 5, 8]])
+    model.layers = nn.Sequential(*model.layers)
+    assert torch.equal(through_the_stages(model, ids, ranks, stages=stages), model(ids))
+
+
 @pytest.mark.parametrize("loop", [over, numbered, sliced, indexed, listed, by_kind, in_place, catching, checkpointed])
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (3, 3), (2, 4), (1, 5)])
 def test_P9_any_loop_over_the_layers_sees_global_places(loop: Loop, ranks: int, stages: int) -> None:

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules under the Trainer: beside ZeRO and other axes, with logging and validation, they equal one process in float64."""
+"""Pipelines under the Trainer: zero-bubble schedules beside ZeRO and other axes, a Sequential classifier; all as one process in float64."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import math
 from functools import cache, partial
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.harness.models import TinyGPT, token_loader
+from lightning_par.layout import ModelFacts
+from lightning_par.strategy.facts import model_facts
+from tests.harness.models import TinyGPT, mlp, token_loader
 from tests.harness.parity import Run, assert_same, fit, fit_world
 
 ZB_H1 = {"pp": 2, "schedule": "zb_h1", "microbatches": 5}
@@ -25,6 +31,50 @@ def _compare(layout: dict[str, Any], tie: bool, **options: Any) -> None:
     world = math.prod(layout.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
     runs = fit_world(partial(TinyGPT, tie=tie), LOADER, layout, world, validation=LOADER, **options)
     assert_same(runs, _reference(tie, **options))
+
+
+class Perceptron(L.LightningModule):
+    """Two Sequentials of like size, so that the module must say which is spread; batches are tuples."""
+
+    pipeline_layers = "body"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.body = mlp(5, 9, 9), mlp(9, 9, 9, 9, 9, 9)
+        self.head = nn.Linear(9, 3)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, target = batch
+        loss = nn.functional.cross_entropy(self.head(self.body(self.stem(x))), target)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, target = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.head(self.body(self.stem(x))), target))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def samples(num_replicas: int = 1, rank: int = 0) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(24, 5, generator=generator), torch.randint(0, 3, (24,), generator=generator))
+    sampler = DistributedSampler(data, num_replicas=num_replicas, rank=rank, shuffle=False)
+    return DataLoader(data, batch_size=12 // num_replicas, sampler=sampler)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 3, "microbatches": 5}, ZBV])
+def test_a_sequential_classifier_that_names_its_layers(layout: dict[str, Any]) -> None:
+    runs = fit_world(Perceptron, samples, layout, layout["pp"], validation=samples, gradient_clip_val=None)
+    assert_same(runs, fit(Perceptron, samples, validation=samples, gradient_clip_val=None))
+
+
+def test_what_a_config_counts_is_no_rule_for_a_named_list() -> None:
+    module = Perceptron()
+    module.stem.config = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    assert model_facts(module) == ModelFacts(heads=2)
 
 
 def _slow(*values: Any) -> Any:
