@@ -92,6 +92,7 @@ class DataParallel:
         self._handles: list[RemovableHandle | ZeroGrad] = []
         self._optimizer_hooks: list[RemovableHandle | ZeroGrad] = []
         self.buckets = self._lay_out(module, optimizers)
+        self._bucket_of = {param: bucket for bucket in self.buckets if bucket.stage.shards_optimizer for param in bucket.params}
         self.reduced = [bucket for bucket in self.buckets if bucket.plan.kind.trained]
         self._adds_up = [bucket for bucket in self.reduced if bucket.is_half]  # not autograd, since param.grad has another dtype
         self.residency = self._install_units(module) if self.kept.frees_values else None
@@ -445,9 +446,11 @@ class DataParallel:
 
         That is at stage 3 (empty if another rank has it), and of half-precision weights with masters. None: the parameter itself is it.
         """
-        bucket: Bucket | None = getattr(param, "zero", None)
+        bucket = self._bucket_of.get(param)  # after ``close`` too
         if bucket is None or not (bucket.stage.frees_values or (bucket.master is not None and bucket.master.stays)):
             return None
+        if not bucket.stage.frees_values:
+            bucket.keep_edits()
         for shard in bucket.shards:
             if shard.slot.info.param is param:
                 kept = bucket.kept(shard)
