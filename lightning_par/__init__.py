@@ -1,5 +1,7 @@
 """Parallel training strategies for PyTorch Lightning: any mix of data, ZeRO, tensor, pipeline and context parallelism, same numbers."""
 
+from lightning_par.checkpoint import Target as DeepSpeedTarget
+from lightning_par.checkpoint import convert
 from lightning_par.layout import LayoutError, ParallelLayout
 from lightning_par.numerics import DynamicLossScale, StaticLossScale
 from lightning_par.precision import ParallelPrecision
@@ -17,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ContextParallelStrategy",
+    "DeepSpeedTarget",
     "DynamicLossScale",
     "HybridParallelStrategy",
     "LayoutError",
@@ -27,6 +30,7 @@ __all__ = [
     "TensorParallelStrategy",
     "ZeROStrategy",
     "ZeroOptions",
+    "convert",
     "full_gradient",
     "full_optimizer_state",
     "full_parameters",

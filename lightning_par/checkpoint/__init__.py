@@ -1,8 +1,29 @@
-"""Level 4. Checkpoints: sharded folders that know nothing of the layout they were written under."""
+"""Level 4. Checkpoints: sharded folders that know nothing of the layout they were written under, and every other format we read."""
 
 from lightning_par.checkpoint.collect import collect
-from lightning_par.checkpoint.native import CheckpointError, is_native, read_index, read_meta, read_tensors, save
+from lightning_par.checkpoint.conversion import WRITERS, Report, convert, open_checkpoint, summary
+from lightning_par.checkpoint.deepspeed.write import Target
+from lightning_par.checkpoint.errors import CheckpointError
+from lightning_par.checkpoint.native import is_native, read_index, read_meta, read_tensors, save
 from lightning_par.checkpoint.plain import plain
 from lightning_par.checkpoint.shard import Shard
+from lightning_par.checkpoint.source import Source
 
-__all__ = ["CheckpointError", "Shard", "collect", "is_native", "plain", "read_index", "read_meta", "read_tensors", "save"]
+__all__ = [
+    "WRITERS",
+    "CheckpointError",
+    "Report",
+    "Shard",
+    "Source",
+    "Target",
+    "collect",
+    "convert",
+    "is_native",
+    "open_checkpoint",
+    "plain",
+    "read_index",
+    "read_meta",
+    "read_tensors",
+    "save",
+    "summary",
+]

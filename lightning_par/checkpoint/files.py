@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -46,7 +45,8 @@ def load(file: Path, stubs: Mapping[str, type] | None = None) -> Any:
     except pickle.UnpicklingError as error:
         named = re.search(r"(?:GLOBAL|global|function|class) '?([\w.]+\.[\w.]+)'?", str(error))
         if named is None:
-            raise CheckpointError(f"{file} is damaged, or no file of torch.save: {error}") from error
+            told = str(error).rpartition("error:")[2].strip().split("\n")[0]
+            raise CheckpointError(f"{file} is damaged, or no file of torch.save: {told}") from error
         raise CheckpointError(
             f"{file} names {named[1]}, which is no plain data, so reading it could run any code: refused. If you wrote the file yourself, "
             f"allow it with torch.serialization.add_safe_globals([{named[1]}])"
@@ -106,10 +106,3 @@ def put_in_place(target: Path) -> Iterator[Path]:
         if target.exists():
             raise CheckpointError(f"{target} has come to be while this was being written: nothing is overwritten")
         written.rename(target)
-
-
-def free_space(folder: Path) -> int:
-    """Bytes, on the disk of ``folder`` or of its nearest parent that is there."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

@@ -71,25 +71,27 @@ class _Reader(dcp.FileSystemReader):
 
 def write_native(source: Source, path: Path) -> None:
     """``source`` as a native folder, written by one process, a tensor at a time."""
-    shards = {name: _Lazy.of(entry) for name, entry in source.entries.items()}
+    shards = {name: _Lazy.of(entry, Scratch(path.parent)) for name, entry in source.entries.items()}
     native.save(path, shards, source.meta, Group("world", trace=Trace()))
 
 
 @dataclass(frozen=True)
 class _Lazy(Shard):
-    """A whole tensor that is read when it is written."""
+    """A whole tensor that is read when it is written; torch holds on to it then until all are written, so it waits in a file."""
 
     entry: Entry | None = None
+    scratch: Scratch | None = None
 
     @classmethod
-    def of(cls, entry: Entry) -> _Lazy:
+    def of(cls, entry: Entry, scratch: Scratch) -> _Lazy:
         like = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return cls(ShardSpec.whole(like), like, True, entry)
+        return cls(ShardSpec.whole(like), like, True, entry, scratch)
 
     @override
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert self.entry is not None
-        return self.entry.read()
+        assert self.scratch is not None
+        return self.scratch.keep(self.entry.read())
 
 
 # ---- single files of Lightning

@@ -161,10 +161,7 @@ def model_state(trained: Trained, flat: Flat, target: Target, scratch: Scratch, 
     """A model file (runtime/engine.py, ``_common_checkpoint_state``)."""
     contents, dtype, sharded = trained.contents, DTYPES[target.dtype], target.stage == 3
     params = [name for name in dict.fromkeys(contents.aliases.values()) if name not in contents.buffers]
-    values = {
-        name: torch.empty(0, dtype=dtype) if sharded else scratch.keep(trained.weight(name), _computed(trained.weight(name), dtype))
-        for name in params
-    }
+    values = {name: torch.empty(0, dtype=dtype) if sharded else _rounded(trained.weight(name), dtype, scratch) for name in params}
     values |= {name: trained.weight(name) for name in contents.buffers}
     fragments = {name: _fragment(trained.weight(name), dtype, target.ranks, rank) if sharded else values[name] for name in contents.frozen}
     engine = {
@@ -191,14 +188,14 @@ def model_state(trained: Trained, flat: Flat, target: Target, scratch: Scratch, 
     return trained.client | engine
 
 
-def _computed(value: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if value.is_floating_point() else value.dtype
+def _rounded(value: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    return scratch.keep(value, dtype if value.is_floating_point() else value.dtype)
 
 
 def _fragment(value: Tensor, dtype: torch.dtype, ranks: int, rank: int) -> Tensor:
     """One rank's part of a frozen parameter at stage 3, padded."""
     part = -(-value.numel() // ranks)
-    mine = torch.zeros(part, dtype=_computed(value, dtype))
+    mine = torch.zeros(part, dtype=dtype if value.is_floating_point() else value.dtype)
     cut = value.reshape(-1)[rank * part : (rank + 1) * part]
     mine[: cut.numel()] = cut
     return mine

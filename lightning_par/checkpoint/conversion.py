@@ -1,0 +1,208 @@
+"""From any format to any other, a tensor at a time; every tensor of the result is compared with that of the source."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_par.checkpoint.deepspeed import is_deepspeed, is_universal, open_deepspeed, open_universal, write_deepspeed, write_universal
+from lightning_par.checkpoint.deepspeed.write import Target
+from lightning_par.checkpoint.errors import CheckpointError
+from lightning_par.checkpoint.files import put_in_place
+from lightning_par.checkpoint.native import is_native
+from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Entry, Source
+from lightning_par.checkpoint.whole import open_native, open_single, write_native, write_single
+
+READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Source]], ...] = (
+    (is_native, open_native),
+    (is_universal, open_universal),
+    (is_deepspeed, open_deepspeed),
+    (Path.is_file, open_single),
+)
+"""Whether a path is of a format, and how it is opened: the first that fits."""
+
+WRITERS: dict[str, Callable[[Source, Path, Target], None]] = {
+    "native": lambda source, path, _: write_native(source, path),
+    "ckpt": lambda source, path, _: write_single(source, path),
+    "deepspeed": write_deepspeed,
+    "universal": write_universal,
+}
+
+
+class Progress(Protocol):
+    """Told how many bytes of tensors the source has, and whenever some of them were read to be written, or were ``compared``."""
+
+    def begin(self, total: int) -> None: ...
+
+    def advance(self, amount: int, *, compared: bool) -> None: ...
+
+
+class Silent:
+    """Nobody watches."""
+
+    def begin(self, total: int) -> None:
+        """Nothing."""
+
+    def advance(self, amount: int, *, compared: bool) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was converted: every tensor of the source is in the result, to the bit, or rounded to the result's dtype."""
+
+    source: str
+    tensors: int
+    elements: int
+    rounded: tuple[str, ...]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Source:
+    """A checkpoint of any format that we read. Any process may call alone.
+
+    Raises:
+        CheckpointError: there is none, it is incomplete or damaged, or would run code.
+    """
+    place = Path(path)
+    for fits, opens in READERS:
+        if fits(place):
+            return opens(place)
+    raise CheckpointError(
+        f"{place} is {'no checkpoint' if place.exists() else 'not there'}: give a complete folder of lightning_par, a .ckpt file of "
+        "Lightning, a folder that DeepSpeed's save_checkpoint wrote, or a universal checkpoint"
+    )
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    format: str = "native",
+    *,
+    target: Target | None = None,
+    optimizer: bool = True,
+    progress: Progress | None = None,
+) -> Report:
+    """Write the checkpoint ``src`` anew at ``dst``, in one process, without ranks or devices.
+
+    It is written beside ``dst``, read back, compared tensor by tensor by checksum, and then takes its name by one rename. Memory stays
+    near the largest tensor; all but universal checkpoints need room on the disk for a second copy while they are written.
+
+    Args:
+        format: native, ckpt, deepspeed or universal.
+        target: deepspeed and universal: the stage, number of data ranks and precision of the engine that is to load it.
+        optimizer: take the optimizers' state along.
+
+    Raises:
+        CheckpointError: ``src`` cannot be read, ``dst`` is there already, the format has no place for something, or the comparison fails.
+    """
+    if format not in WRITERS:
+        raise CheckpointError(f"format={format!r}: choose one of {', '.join(WRITERS)}")
+    with put_in_place(Path(dst)) as path:
+        source = _named(open_checkpoint(src)) if optimizer else without_optimizer(open_checkpoint(src))
+        progress = progress or Silent()
+        progress.begin(sum(map(_bytes, source.entries.values())))
+        WRITERS[format](_watched(source, progress), path, target or Target())
+        rounded = compare(source, open_checkpoint(path), progress)
+    return Report(source.format, len(source.entries), sum(math.prod(entry.shape) for entry in source.entries.values()), tuple(rounded))
+
+
+def compare(source: Source, result: Source, progress: Progress) -> list[str]:
+    """The names of tensors that ``result`` holds in another dtype, with the values of ``source`` rounded to it; all others are equal.
+
+    Raises:
+        CheckpointError: a tensor is missing in ``result`` or has another checksum; all of them are named.
+    """
+    faults, rounded = [], []
+    for name, entry in source.entries.items():
+        if name not in result.entries:
+            faults.append(f"{name} is missing")
+            continue
+        dtype = result.entries[name].dtype
+        if checksum(entry.read().to(dtype)) != checksum(result.read(name)):
+            faults.append(f"{name} differs")
+        elif dtype != entry.dtype:
+            rounded.append(name)
+        progress.advance(_bytes(entry), compared=True)
+    if faults:
+        raise CheckpointError(f"what was written is not what {source.path} holds:\n" + "\n".join(f"  - {fault}" for fault in faults))
+    return rounded
+
+
+def checksum(tensor: Tensor) -> bytes:
+    """Of shape, dtype and every bit."""
+    digest = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
+    digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def without_optimizer(source: Source) -> Source:
+    """Weights and buffers, and what is no tensor."""
+    entries = {name: entry for name, entry in source.entries.items() if name.startswith(f"{MODEL}.") and NUMBERED not in name}
+    return replace(source, meta=source.meta | {OPTIMIZERS: []}, entries=entries)
+
+
+def _named(source: Source) -> Source:
+    """Names for numbers, where the file alone tells them: torch has named them, or one group has all parameters of the module."""
+    if not source.is_numbered:
+        return source
+    metas = source.meta[OPTIMIZERS]
+    if all("param_names" in group for meta in metas for group in meta["groups"]):
+        return source.named([[name for group in meta["groups"] for name in group["param_names"]] for meta in metas])
+    told = source.meta.get(MODULE, {})
+    names = [name for name in dict.fromkeys(told["aliases"].values()) if name not in told.get("buffers", ())]
+    if len(metas) == 1 and len(metas[0]["groups"]) == 1 and len(names) == len(metas[0]["groups"][0]["params"]):
+        return source.named([names])
+    raise CheckpointError(
+        f"{source.path} numbers the parameters of its optimizer, and does not tell which is which: load it once with "
+        "trainer.fit(ckpt_path=...), which knows the model, and convert what that saves; or leave the state out with optimizer=false"
+    )
+
+
+def _watched(source: Source, progress: Progress) -> Source:
+    """The same; the first reading of each tensor is told."""
+    seen: set[str] = set()
+
+    def watch(name: str, entry: Entry) -> Entry:
+        def read() -> Tensor:
+            value = entry.read()
+            if name not in seen:
+                seen.add(name)
+                progress.advance(_bytes(entry), compared=False)
+            return value
+
+        return replace(entry, read=read)
+
+    return replace(source, entries={name: watch(name, entry) for name, entry in source.entries.items()})
+
+
+def _bytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def summary(source: Source) -> Iterable[tuple[str, str]]:
+    """What a checkpoint holds, as rows of a name and a value, for people."""
+    model = {name.removeprefix(f"{MODEL}."): entry for name, entry in source.entries.items() if name.startswith(f"{MODEL}.")}
+    model = {name: entry for name, entry in model.items() if not name.startswith(NUMBERED)}
+    told = source.meta.get(MODULE, {})
+    dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in model.values()})
+    tied = [key for key, name in told.get("aliases", {}).items() if key != name]
+    yield "format", source.format
+    yield from ((name.replace("_", " "), str(value)) for name, value in source.facts.items() if value is not None)
+    yield "weights", f"{len(model)} tensors, {sum(math.prod(entry.shape) for entry in model.values()):,} elements, {', '.join(dtypes)}"
+    for what, names in (("buffers", told.get("buffers", ())), ("frozen", told.get("frozen", ())), ("tied", tied)):
+        if names:
+            yield what, ", ".join(names)
+    for index, meta in enumerate(source.meta.get(OPTIMIZERS, [])):
+        for group in meta["groups"]:
+            options = ", ".join(f"{key}={group[key]}" for key in ("lr", "betas", "momentum", "weight_decay") if key in group)
+            yield f"optimizer {index}", f"{len(group['params'])} parameters, {options}"
+    yield from ((key.replace("_", " "), str(source.meta[key])) for key in ("epoch", "global_step") if key in source.meta)
+    yield "bytes", f"{sum(map(_bytes, source.entries.values())):,}"

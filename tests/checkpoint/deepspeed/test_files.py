@@ -1,0 +1,173 @@
+"""The files alone, without DeepSpeed: every target keeps every bit, and what cannot be kept, or trusted, is named."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_par.checkpoint import CheckpointError
+from lightning_par.checkpoint.deepspeed import is_deepspeed, is_universal, open_deepspeed, open_universal, write_deepspeed, write_universal
+from lightning_par.checkpoint.deepspeed.flat import by_parameter, contiguous
+from lightning_par.checkpoint.deepspeed.write import Target
+from lightning_par.checkpoint.files import Scratch, load, put_in_place, save
+from lightning_par.checkpoint.whole import open_single
+from tests.checkpoint.synthetic import SHAPES, assert_same, synthetic
+
+sizes = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("rule", [contiguous, by_parameter])
+@given(groups=st.lists(sizes, min_size=1, max_size=3), ranks=st.integers(1, 9))
+def test_every_element_lies_in_one_place(rule: Any, groups: list[list[int]], ranks: int) -> None:
+    shapes = [{f"{group}.{place}": (numel,) for place, numel in enumerate(sizes)} for group, sizes in enumerate(groups)]
+    flat = rule(shapes, ranks)
+    files = {(rank, group): torch.full((size,), -1.0) for rank in range(ranks) for group, size in enumerate(flat.sizes)}
+    values, start = {}, 0
+    for name, (numel,) in ((name, shape) for group in shapes for name, shape in group.items()):
+        values[name], start = torch.arange(start, start + numel, dtype=torch.float32), start + numel
+        flat.write(name, values[name], lambda rank, group: files[rank, group])
+    assert sum((file >= 0).sum().item() for file in files.values()) == start
+    for name, value in values.items():
+        assert torch.equal(flat.read(name, lambda rank, group: files[rank, group]), value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_K4_nothing_is_lost_at_any_stage_and_number_of_ranks(stage: int, ranks: int, tmp_path: Path) -> None:
+    source = synthetic()
+    write_deepspeed(source, tmp_path / "out", Target(stage, ranks, sub_group_size=20))
+    assert is_deepspeed(tmp_path / "out")
+    assert_same(open_deepspeed(tmp_path / "out"), source)
+    assert_same(open_deepspeed(tmp_path / "out" / "global_step4"), source)
+
+
+def test_nothing_is_lost_in_a_universal_checkpoint(tmp_path: Path) -> None:
+    source = synthetic()
+    write_universal(source, tmp_path / "out", Target())
+    assert is_universal(tmp_path / "out")
+    assert is_universal(tmp_path / "out" / "universal")
+    assert not is_deepspeed(tmp_path / "out" / "universal")
+    assert_same(open_universal(tmp_path / "out"), source)
+
+
+def test_half_precision_rounds_what_computes_and_keeps_the_masters(tmp_path: Path) -> None:
+    source = synthetic()
+    write_deepspeed(source, tmp_path / "out", Target(2, 2, "bf16"))
+    assert (tmp_path / "out/global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").is_file()
+    read, module = open_deepspeed(tmp_path / "out"), load(tmp_path / "out/global_step4/mp_rank_00_model_states.pt")["module"]
+    for name in SHAPES:
+        assert torch.equal(read.read(f"model.{name}"), source.read(f"model.{name}"))
+        assert torch.equal(module[name], source.read(f"model.{name}").bfloat16())
+    assert read.entries["model.fixed"].dtype == torch.bfloat16
+    assert torch.equal(read.read("model.shift"), source.read("model.shift"))
+
+
+def test_a_file_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+    for stage in (1, 3):
+        write_deepspeed(synthetic(), tmp_path / f"{stage}", Target(stage, 3))
+    (tmp_path / "1/global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"data ranks \[1\] are missing beside zero_pp_rank_"):
+        open_deepspeed(tmp_path / "1")
+    (tmp_path / "3/global_step4/zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="3 data ranks wrote it, but 2 optimizer files are there"):
+        open_deepspeed(tmp_path / "3")
+    (tmp_path / "3/latest").write_text("global_step5")
+    with pytest.raises(CheckpointError, match=r"latest names the folder 'global_step5', which is not there"):
+        open_deepspeed(tmp_path / "3")
+
+
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    write_deepspeed(synthetic(), tmp_path / "out", Target(2, 2))
+    file = tmp_path / "out/global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged"):
+        open_deepspeed(tmp_path / "out")
+
+
+def test_K7_a_moment_that_is_missing_is_named(tmp_path: Path) -> None:
+    write_universal(synthetic(), tmp_path / "out", Target())
+    (tmp_path / "out/universal/zero/up.weight/fp32.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"up\.weight/fp32\.pt is missing"):
+        open_universal(tmp_path / "out")
+
+
+class _Code:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer", "universal", "single"])
+def test_a_pickle_that_would_run_code_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    evil = tmp_path / "it ran"
+    write_deepspeed(synthetic(), tmp_path / "out", Target(2, 1))
+    write_universal(synthetic(), tmp_path / "universal", Target())
+    file, opens = {
+        "model": (tmp_path / "out/global_step4/mp_rank_00_model_states.pt", lambda: open_deepspeed(tmp_path / "out")),
+        "optimizer": (tmp_path / "out/global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt", lambda: open_deepspeed(tmp_path / "out")),
+        "universal": (tmp_path / "universal/universal/zero/optimizer_state.pt", lambda: open_universal(tmp_path / "universal")),
+        "single": (tmp_path / "last.ckpt", lambda: open_single(tmp_path / "last.ckpt")),
+    }[kind]
+    for write in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, 2))):
+        write({"state_dict": _Code(evil)}, file)
+        with pytest.raises(CheckpointError, match=r"mkdir.*refused"):
+            opens()
+    assert not evil.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": {"up.weight": 3.0}}, "step differs within a group.*embed.weight: 4, up.weight: 3"),
+        ({"optimizer_states": [{"groups": [], "scalars": {}}] * 2}, "2 optimizers: DeepSpeed has one"),
+        ({"optimizer_states": []}, "nothing tells which parameters are trained"),
+        ({"module": 1}, "the keys module, which are the engine's own"),
+        ({"scale": torch.ones((), dtype=torch.float64)[None]}, "its value is float64"),
+    ],
+)
+def test_what_deepspeed_has_no_place_for_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        write_deepspeed(synthetic(**change), tmp_path / "out", Target())
+
+
+def test_other_optimizers_keep_their_state(tmp_path: Path) -> None:
+    source = synthetic()
+    kept = {name: entry for name, entry in source.entries.items() if not name.endswith(("exp_avg_sq", "step"))}
+    source.entries.clear()
+    source.entries.update({name.replace("exp_avg", "momentum_buffer"): entry for name, entry in kept.items()})
+    write_deepspeed(source, tmp_path / "out", Target(3, 2))
+    assert_same(open_deepspeed(tmp_path / "out"), source)
+
+
+def test_a_target_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stage=0 must be 1, 2 or 3; ranks=0 must .*; dtype='fp8' must be one of fp32, bf16, fp16"):
+        Target(0, 0, "fp8")
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CheckpointError, match="there is there already"), put_in_place(tmp_path / "there"):
+        pass
+    with pytest.raises(OSError, match="full"), put_in_place(tmp_path / "new") as path:  # noqa: PT012
+        path.mkdir()
+        save({"a": torch.ones(3)}, path / "a.pt")
+        raise OSError("full")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_scratch_leaves_no_file(tmp_path: Path) -> None:
+    kept = [Scratch(tmp_path).keep(torch.arange(5, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.int64)]
+    assert not list(tmp_path.iterdir())
+    assert all(value.tolist() == [0, 1, 2, 3, 4] for value in kept)
+    assert math.prod(Scratch(tmp_path).zeros((0, 3), torch.float32).shape) == 0

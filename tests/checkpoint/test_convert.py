@@ -1,0 +1,179 @@
+"""Every format to every other and back without losing a bit; what is written is compared, and complete or not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_par import DeepSpeedTarget, convert
+from lightning_par.checkpoint import CheckpointError, conversion, open_checkpoint
+from lightning_par.checkpoint.source import OPTIMIZERS, Entry, Source
+from lightning_par.checkpoint.whole import write_native, write_single
+from tests.checkpoint.synthetic import assert_same, synthetic
+
+TARGETS = {
+    "native": ("native", None),
+    "ckpt": ("ckpt", None),
+    "zero1": ("deepspeed", DeepSpeedTarget(1, 2)),
+    "zero2": ("deepspeed", DeepSpeedTarget(2, 3)),
+    "zero3": ("deepspeed", DeepSpeedTarget(3, 4, sub_group_size=20)),
+    "universal": ("universal", None),
+}
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Path:
+    write_native(synthetic(), tmp_path / "native")
+    return tmp_path / "native"
+
+
+@pytest.mark.parametrize("first", TARGETS)
+def test_K25_any_format_to_any_other_and_back_is_the_same_to_the_bit(first: str, native: Path, tmp_path: Path) -> None:
+    report = convert(native, tmp_path / "first", TARGETS[first][0], target=TARGETS[first][1])
+    assert (report.source, report.rounded) == ("native folder", ())
+    for second, (format, target) in TARGETS.items():
+        convert(tmp_path / "first", tmp_path / first / second, format, target=target)
+        convert(tmp_path / first / second, tmp_path / first / f"{second} back", "native")
+        assert_same(open_checkpoint(tmp_path / first / f"{second} back"), synthetic())
+
+
+def test_plain_torch_loads_a_single_file_and_its_optimizer(native: Path, tmp_path: Path) -> None:
+    convert(native, tmp_path / "last.ckpt", "ckpt")
+    loaded, source = torch.load(tmp_path / "last.ckpt", weights_only=True), synthetic()
+    assert list(loaded["state_dict"]) == list(source.meta["lightning_par_module"]["aliases"])
+    assert loaded["state_dict"]["head.weight"].data_ptr() == loaded["state_dict"]["embed.weight"].data_ptr()
+    assert (loaded["epoch"], loaded["lr_schedulers"]) == (2, [{"last_epoch": 4}])
+    order = [name for group in source.meta[OPTIMIZERS][0]["groups"] for name in group["params"]]
+    params = [torch.nn.Parameter(source.read(f"model.{name}").clone()) for name in order]
+    optimizer = torch.optim.Adam([{"params": params[:3]}, {"params": params[3:]}])
+    optimizer.load_state_dict(loaded["optimizer_states"][0])
+    for name, param in zip(order, params, strict=True):
+        if name != "fixed":
+            assert torch.equal(optimizer.state[param]["exp_avg"], source.read(f"optimizer.0.{name}.exp_avg"))
+
+
+def test_nothing_is_overwritten(native: Path, tmp_path: Path) -> None:
+    for there in (native, tmp_path / "file"):
+        there.touch()
+        with pytest.raises(CheckpointError, match=f"{there.name} is there already"):
+            convert(native, there, "ckpt")
+
+
+def test_a_tensor_that_comes_out_wrong_is_named_and_nothing_is_left(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(source: Source, path: Path, _: Any) -> None:
+        source.entries["model.up.weight"] = Entry.of(source.read("model.up.weight") + 1e-7)
+        del source.entries["optimizer.0.up.bias.exp_avg"]
+        write_native(source, path)
+
+    monkeypatch.setitem(conversion.WRITERS, "native", careless)
+    with pytest.raises(CheckpointError) as error:
+        convert(native, tmp_path / "out")
+    assert "model.up.weight differs" in str(error.value)
+    assert "optimizer.0.up.bias.exp_avg is missing" in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
+def test_weights_alone(native: Path, tmp_path: Path) -> None:
+    convert(native, tmp_path / "weights.ckpt", "ckpt", optimizer=False)
+    got = open_checkpoint(tmp_path / "weights.ckpt")
+    assert all(name.startswith("model.") for name in got.entries)
+    assert got.meta[OPTIMIZERS] == []
+    with pytest.raises(CheckpointError, match="nothing tells which parameters are trained"):
+        convert(tmp_path / "weights.ckpt", tmp_path / "out", "deepspeed")
+
+
+def _plain_checkpoint(path: Path, groups: int) -> torch.nn.Module:
+    """As plain Lightning writes it: nothing in it is ours."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    params = list(module.parameters())
+    optimizer = torch.optim.AdamW([{"params": params[:groups]}, {"params": params[groups:]}] if groups else params)
+    module(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 1, "global_step": 1}, path)
+    return module
+
+
+def test_a_single_file_of_lightning_goes_anywhere_if_it_tells_whose_state_is_whose(tmp_path: Path) -> None:
+    module = _plain_checkpoint(tmp_path / "plain.ckpt", 0)
+    convert(tmp_path / "plain.ckpt", tmp_path / "out", "deepspeed", target=DeepSpeedTarget(3, 2))
+    got = open_checkpoint(tmp_path / "out")
+    for name, param in module.named_parameters():
+        assert torch.equal(got.read(f"model.{name}"), param)
+        assert got.entries[f"optimizer.0.{name}.exp_avg"].shape == param.shape
+
+
+def test_a_single_file_that_does_not_tell_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    _plain_checkpoint(tmp_path / "plain.ckpt", 2)
+    with pytest.raises(CheckpointError, match=r"does not tell which is which.*trainer\.fit\(ckpt_path=.*optimizer=false"):
+        convert(tmp_path / "plain.ckpt", tmp_path / "out")
+    convert(tmp_path / "plain.ckpt", tmp_path / "out", optimizer=False)
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    for path, message in ((tmp_path, "is no checkpoint: give"), (tmp_path / "gone", "is not there: give")):
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(path)
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    with pytest.raises(CheckpointError, match="holds a list, no checkpoint"):
+        open_checkpoint(tmp_path / "list.ckpt")
+    with pytest.raises(CheckpointError, match="format='zip': choose one of native, ckpt, deepspeed, universal"):
+        convert(tmp_path / "list.ckpt", tmp_path / "out", "zip")
+
+
+LARGEST, COUNT = 16 * 2**20, 6  # bytes of the largest tensor, and how many there are: x 3 with the moments
+
+
+def _big(path: Path) -> None:
+    names = [f"layers.{place}.weight" for place in range(COUNT)]
+    entries = {}
+    for name in names:
+        for entry in (f"model.{name}", f"optimizer.0.{name}.exp_avg", f"optimizer.0.{name}.exp_avg_sq"):
+            entries[entry] = Entry((LARGEST // 4,), torch.float32, lambda: torch.ones(LARGEST // 4))
+        entries[f"optimizer.0.{name}.step"] = Entry.of(torch.tensor(1.0))
+    meta = {OPTIMIZERS: [{"groups": [{"params": names, "lr": 0.1}], "scalars": {}}], "global_step": 1}
+    write_native(Source(path, "made", meta, entries), path)
+
+
+MEASURE = """
+import sys, threading, time
+from pathlib import Path
+from lightning_par import DeepSpeedTarget, convert
+
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
+
+peak, before = [0], anonymous()
+def watch():
+    while True:
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.002)
+threading.Thread(target=watch, daemon=True).start()
+convert(sys.argv[1], sys.argv[2], sys.argv[3], target=DeepSpeedTarget(2, 2))
+print(peak[0] - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_stays_near_the_largest_tensor(tmp_path: Path) -> None:
+    _big(tmp_path / "native")
+    previous = tmp_path / "native"
+    for format in ("deepspeed", "universal", "ckpt", "native"):
+        command = [sys.executable, "-c", MEASURE, str(previous), str(tmp_path / f"to {format}"), format]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
+        grown = int(done.stdout.split()[-1])
+        assert grown < 2 * LARGEST + 64 * 2**20, f"{format} from {previous.name}: {grown / 2**20:.0f} MiB"
+        previous = tmp_path / f"to {format}"
+
+
+def test_numbered_state_of_another_shape_is_named(tmp_path: Path) -> None:
+    _plain_checkpoint(tmp_path / "plain.ckpt", 2)
+    with pytest.raises(CheckpointError, match=r"optimizer\.0\.1\.weight\.exp_avg has shape \(5, 3\) there, but 1\.weight has \(2, 5\)"):
+        open_checkpoint(tmp_path / "plain.ckpt").named([["1.weight", "1.bias", "0.weight", "0.bias"]])
+    write_single(synthetic(), tmp_path / "ours.ckpt")
+    assert not open_checkpoint(tmp_path / "ours.ckpt").is_numbered

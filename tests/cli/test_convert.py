@@ -1,0 +1,66 @@
+"""`lightning-par convert` and `inspect`, in this process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from lightning_par.checkpoint import open_checkpoint
+from lightning_par.checkpoint.whole import write_native
+from lightning_par.cli.main import main
+from tests.checkpoint.synthetic import assert_same, synthetic
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """Runs `lightning-par ...` in an empty folder with the checkpoint `last`; what it printed, or its exit message."""
+    monkeypatch.chdir(tmp_path)
+    write_native(synthetic(), tmp_path / "last")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["lightning-par", *arguments])
+        code = None
+        try:
+            main()
+        except SystemExit as error:
+            code = error.code
+        return capsys.readouterr().out if code is None else str(code)
+
+    return run
+
+
+def test_convert_takes_hydra_overrides_and_says_what_it_did(command, tmp_path):
+    said = command("convert", "src=last", "dst=out", "format=deepspeed", "parallel.zero=3", "parallel.dp=2")
+    assert "23 tensors" in said
+    assert "from native folder: written to out and compared" in said
+    assert len(list((tmp_path / "out" / "global_step4").glob("*optim_states.pt"))) == 2
+    command("convert", "src=out", "dst=back", "format=native")
+    assert_same(open_checkpoint(tmp_path / "back"), synthetic())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "last", "out"]
+
+
+def test_convert_names_what_was_rounded(command):
+    said = command("convert", "src=last", "dst=out", "format=deepspeed", "dtype=bf16")
+    assert "1 of them rounded to the format's dtype: model.fixed" in said
+
+
+def test_convert_refuses_in_one_line(command):
+    assert "last is there already" in command("convert", "src=last", "dst=last", "format=ckpt")
+    assert "dst is missing\nusage: lightning-par convert src=PATH" in command("convert", "src=last", "format=ckpt")
+    assert "format='zip': choose one of native" in command("convert", "src=last", "dst=out", "format=zip")
+    assert "stage=5 must be 1, 2 or 3" in command("convert", "src=last", "dst=out", "format=deepspeed", "parallel.zero=5")
+    assert "gone is not there" in command("convert", "src=gone", "dst=out", "format=ckpt")
+
+
+@pytest.mark.parametrize("format", ["native", "ckpt", "deepspeed", "universal"])
+def test_inspect_tells_what_is_in_any_format(command, format):
+    command("convert", "src=last", "dst=out", f"format={format}")
+    said = command("inspect", "out", "--tensors")
+    for part in ("7 tensors, 118 elements, float32, int64", "fixed", "head.weight", "weight_decay=0.5", "global step", "[3, 2, 2] float32"):
+        assert part in said, said
+
+
+def test_inspect_refuses_in_one_line(command):
+    assert command("inspect") == "usage: lightning-par inspect PATH [--tensors]"
+    assert "gone is not there" in command("inspect", "gone")
