@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_par.layout.schedules import SCHEDULES
 
 ZERO_STAGES = (0, 1, 2, 3)
+BALANCES = ("parameters", "flops")
 
 
 class LayoutError(ValueError):
@@ -49,6 +51,8 @@ class ParallelLayout:
         schedule: order of the pipeline's forwards and backwards: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``zb_h1`` or ``zbv``.
         chunks: stages on each pipeline rank (``interleaved_1f1b``: any number, ``zbv``: 2, the others: 1).
         microbatches: pieces a pipeline cuts each batch into; None = pp · chunks, at most the batch size.
+        balance: how layers are spread over the pp · chunks stages: so that the dearest stage is as cheap as can be, counting
+            ``"parameters"`` or multiplications (``"flops"``); or by hand, as the number of layers of each stage along the model.
     """
 
     dp: int | Literal["auto"] = "auto"
@@ -60,8 +64,11 @@ class ParallelLayout:
     schedule: str = "1f1b"
     chunks: int = 1
     microbatches: int | None = None
+    balance: str | tuple[int, ...] = "parameters"
 
     def __post_init__(self) -> None:
+        if isinstance(self.balance, Iterable) and not isinstance(self.balance, str):
+            object.__setattr__(self, "balance", tuple(self.balance))  # lists come from a config file
         if violations := self._own_violations():
             raise LayoutError(violations)
 
@@ -122,7 +129,19 @@ class ParallelLayout:
             found.append(f"microbatches={self.microbatches!r}: give a whole number of at least 1, or None for one a stage")
         elif self.microbatches is not None and self.pp == 1:
             found.append(f"microbatches={self.microbatches} with pp=1: only a pipeline cuts batches; leave it None or raise pp")
-        return found
+        return found + self._balance_violations()
+
+    def _balance_violations(self) -> list[str]:
+        if isinstance(self.balance, str) and self.balance in BALANCES:
+            return []
+        if not isinstance(self.balance, tuple) or not all(map(_positive, self.balance)):
+            return [f"balance={self.balance!r}: choose {' or '.join(BALANCES)}, or give the number of layers of each stage, as in (3, 4)"]
+        if _positive(self.pp) and _positive(self.chunks) and len(self.balance) != self.pp * self.chunks:
+            return [
+                f"balance={self.balance} speaks of {len(self.balance)} stages, but pp={self.pp} · chunks={self.chunks} are "
+                f"{self.pp * self.chunks}: give the number of layers of each"
+            ]
+        return []
 
     def _world_violations(self, world: int) -> list[str]:
         degrees = f"tp={self.tp} · pp={self.pp} · cp={self.cp}"
@@ -147,6 +166,8 @@ class ParallelLayout:
                 f"pp={self.pp} · chunks={self.chunks} = {stages} stages need a layer each, but the model has {facts.layers}: "
                 "lower pp or chunks"
             )
+        if facts.layers is not None and isinstance(self.balance, tuple) and sum(self.balance) != facts.layers:
+            found.append(f"balance={self.balance} places {sum(self.balance)} layers, but the model has {facts.layers}: place each once")
         for key, count in (("attention heads", facts.heads), ("key-value heads", facts.kv_heads)):
             if count is not None and count % self.tp:
                 found.append(f"tp={self.tp} does not divide the model's {count} {key}: choose tp among {_divisors(count)}")

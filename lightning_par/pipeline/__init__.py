@@ -4,7 +4,7 @@ from lightning_par.pipeline.engine import Pipeline
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.plan import forward_plan, training_plan
 from lightning_par.pipeline.simulate import Costs, ScheduleError, Simulation, simulate
-from lightning_par.pipeline.split import Placement, balance, named_layers, place
+from lightning_par.pipeline.split import Placement, named_layers, place, spread
 from lightning_par.pipeline.stage import StageExit
 
 __all__ = [
@@ -15,10 +15,10 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "StageExit",
-    "balance",
     "forward_plan",
     "named_layers",
     "place",
     "simulate",
+    "spread",
     "training_plan",
 ]

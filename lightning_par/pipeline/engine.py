@@ -56,16 +56,24 @@ class Pipeline:
     _forms: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def split(cls, module: nn.Module, group: Group, schedule: str, chunks: int = 1, layers: str | None = None) -> Pipeline:
+    def split(
+        cls,
+        module: nn.Module,
+        group: Group,
+        schedule: str,
+        chunks: int = 1,
+        layers: str | None = None,
+        balance: str | Sequence[int] = "parameters",
+    ) -> Pipeline:
         """Cut ``module``, in place, down to this rank's stages.
 
         All ranks of ``group`` must call, with the same whole module. Parameters of other stages are gone from it afterwards;
-        those that stay keep their names. ``layers`` names the layer list where it cannot be found. See Note [What lives where].
+        those that stay keep their names. ``layers`` and ``balance`` are as in ``split.place``.
         """
         training_plan(schedule, group.size, chunks, 1)  # refuses an unknown schedule before anything is changed
         order, stages = schedule_of(schedule), group.size * chunks
         rank_of = [order.rank_of(stage, group.size) for stage in range(stages)]
-        placement = place(module, stages, layers)
+        placement = place(module, stages, layers, balance)
         first_names = {id(p): name for name, p in module.named_parameters()}
         everything = [(name, first_names[id(p)]) for name, p in module.named_parameters(remove_duplicate=False)]
         holders: dict[str, set[int]] = {first: set() for _, first in everything}

@@ -23,8 +23,9 @@ tensors), iterate over it, and name it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import nn
 
@@ -74,8 +75,16 @@ class Placement:
         return "\n".join(f"stage {stage}: {', '.join(names)}" for stage, names in enumerate(lines))
 
 
-def place(module: nn.Module, stages: int, layers: str | None = None) -> Placement:
-    """Decide where everything lives. See Note [What lives where]."""
+def place(module: nn.Module, stages: int, layers: str | None = None, balance: str | Sequence[int] = "parameters") -> Placement:
+    """Decide where everything lives. See Note [What lives where].
+
+    Args:
+        layers: the layer list's name, where it shall be another than the one found.
+        balance: by what layers are spread (a key of ``COSTS``), or how many each stage gets.
+
+    Raises:
+        PipelineError: the module has no layer list, or one that cannot be spread so.
+    """
     name = find_layers(module, layers)
     members = module.get_submodule(name)._modules
     blocks = list(members.values())
@@ -84,10 +93,18 @@ def place(module: nn.Module, stages: int, layers: str | None = None) -> Placemen
             f"{name} has {len(blocks)} layers, too few for {stages} pipeline stages: lower pp (or chunks) to at most {len(blocks)}"
         )
     before, after = _around(module, name)
-    costs = [_size(block) for block in blocks]
-    first = sum(_size(module.get_submodule(n)) for n in before)
-    last = sum(_size(module.get_submodule(n)) for n in after)
-    return Placement(name, tuple(members), tuple(balance(costs, stages, first=first, last=last)), tuple(before), tuple(after))
+    if isinstance(balance, str):
+        cost = COSTS[balance]
+        first, last = (sum(cost(module.get_submodule(n)) for n in names) for names in (before, after))
+        spans = spread([cost(block) for block in blocks], stages, first=first, last=last)
+    else:
+        if sum(balance) != len(blocks) or len(balance) != stages:
+            raise PipelineError(
+                f"balance={tuple(balance)} places {sum(balance)} layers on {len(balance)} stages, but {name} has {len(blocks)} layers for "
+                f"{stages} stages: place each layer once"
+            )
+        spans = [Span(stop - size, stop) for size, stop in zip(balance, accumulate(balance), strict=True)]
+    return Placement(name, tuple(members), tuple(spans), tuple(before), tuple(after))
 
 
 def cut(module: nn.Module, placement: Placement, stages: Collection[int]) -> StageLayers:
@@ -147,7 +164,7 @@ def named_layers(module: nn.Module) -> str | None:
     return None
 
 
-def balance(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[Span]:
+def spread(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[Span]:
     """Cut layers into stages, each at least one, so that the dearest stage is as cheap as can be.
 
     ``first`` and ``last`` are what the first and last stage carry besides. Among equals, the sum of squares decides, then the
@@ -209,6 +226,16 @@ def _replace(module: nn.Module, name: str, new: nn.Module) -> None:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _multiplications(module: nn.Module) -> int:
+    """Multiplications for one token or position: every weight of two dims or more counts, but a lookup table's. A tied head counts."""
+    parts = [part for part in module.modules() if not isinstance(part, nn.Embedding)]
+    return sum(weight.numel() for part in parts for weight in part.parameters(recurse=False) if weight.dim() > 1)
+
+
+COSTS: dict[str, Callable[[nn.Module], int]] = {"parameters": _size, "flops": _multiplications}
+"""What a module costs its stage, by the names that a layout has for it."""
 
 
 def _inside(name: str, module: str) -> bool:

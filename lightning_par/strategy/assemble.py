@@ -69,7 +69,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device) -> Assembled:
         specs, partial = shards.specs, shards.partial
     if layout.cp > 1:
         prepare(module)
-    pipeline = Pipeline.split(module, mesh.pp, layout.schedule, layout.chunks) if layout.pp > 1 else None
+    pipeline = Pipeline.split(module, mesh.pp, layout.schedule, layout.chunks, balance=layout.balance) if layout.pp > 1 else None
     stages = pipeline.tied if pipeline else {}
     names = pipeline.names if pipeline else {name: name for name, _ in module.named_parameters()}
     infos = []

@@ -23,8 +23,9 @@ FACTS = ModelFacts(layers=5, heads=6, kv_heads=3, vocab=33, sequence=13, batch=7
         ({"tp": 2}, 2, ["tp=2", "3 key-value heads", "choose tp among 1, 3"]),
         ({"cp": 14}, 14, ["cp=14", "sequence of 13", "lower cp to 13"]),
         ({"pp": 2, "microbatches": 8}, 2, ["microbatches=8", "7 samples", "at most 7"]),
+        ({"pp": 2, "balance": [2, 2]}, 2, ["balance=(2, 2) places 4 layers", "model has 5"]),
     ],
-    ids=["world", "dp", "layers", "chunks", "replicate", "heads", "T5 kv heads", "sequence", "micro-batches"],
+    ids=["world", "dp", "layers", "chunks", "replicate", "heads", "T5 kv heads", "sequence", "micro-batches", "P1 balance"],
 )
 def test_an_impossible_layout_is_refused_with_its_numbers_and_a_way_out(fields: dict[str, Any], world: int, words: list[str]) -> None:
     with pytest.raises(LayoutError) as error:
@@ -58,6 +59,10 @@ def test_all_violations_come_in_one_message() -> None:
         ({"pp": 2, "schedule": ["1f1b"]}, "choose one of gpipe"),
         ({"schedule": "interleaved_1f1b", "chunks": 2}, "chunks=2 with pp=1"),
         ({"replicate": 2}, "replicate=2 with zero=0"),
+        ({"pp": 2, "balance": "time"}, "balance='time': choose parameters or flops"),
+        ({"pp": 2, "balance": (3, 0)}, "balance=(3, 0): choose"),
+        ({"pp": 2, "balance": 3}, "balance=3: choose"),
+        ({"pp": 2, "balance": [1, 2, 3]}, "balance=(1, 2, 3) speaks of 3 stages, but pp=2 · chunks=1 are 2"),
     ],
 )
 def test_fields_that_mean_nothing_are_refused_at_once(fields: dict[str, Any], words: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_par.layout import Span
-from lightning_par.pipeline import PipelineError, balance, place
+from lightning_par.pipeline import PipelineError, place, spread
 from lightning_par.pipeline.split import Placement, cut, find_layers
 
 
@@ -115,18 +116,18 @@ def test_a_tie_stays_a_tie_where_both_ends_are() -> None:
 
 
 def test_layers_are_balanced_with_what_stands_before_and_after() -> None:
-    assert balance([1] * 6, 3) == [Span(0, 2), Span(2, 4), Span(4, 6)]
-    assert balance([1] * 7, 3) == [Span(0, 2), Span(2, 4), Span(4, 7)]
-    assert balance([1] * 7, 2, first=1) == [Span(0, 3), Span(3, 7)]
-    assert balance([1] * 7, 3, last=2) == [Span(0, 3), Span(3, 6), Span(6, 7)]
-    assert balance([1, 1, 1, 9], 2) == [Span(0, 3), Span(3, 4)]
-    assert balance([1] * 3, 3, first=99, last=99) == [Span(0, 1), Span(1, 2), Span(2, 3)]
+    assert spread([1] * 6, 3) == [Span(0, 2), Span(2, 4), Span(4, 6)]
+    assert spread([1] * 7, 3) == [Span(0, 2), Span(2, 4), Span(4, 7)]
+    assert spread([1] * 7, 2, first=1) == [Span(0, 3), Span(3, 7)]
+    assert spread([1] * 7, 3, last=2) == [Span(0, 3), Span(3, 6), Span(6, 7)]
+    assert spread([1, 1, 1, 9], 2) == [Span(0, 3), Span(3, 4)]
+    assert spread([1] * 3, 3, first=99, last=99) == [Span(0, 1), Span(1, 2), Span(2, 3)]
 
 
 @pytest.mark.parametrize("stages", range(1, 8))
-def test_balance_is_the_best_of_all_cuts(stages: int) -> None:
+def test_spreading_is_the_best_of_all_cuts(stages: int) -> None:
     costs = [3, 1, 4, 1, 5, 9, 2]
-    spans = balance(costs, stages, first=2, last=6)
+    spans = spread(costs, stages, first=2, last=6)
 
     def dearest(cuts: tuple[int, ...]) -> int:
         edges = (0, *cuts, len(costs))
@@ -136,6 +137,24 @@ def test_balance_is_the_best_of_all_cuts(stages: int) -> None:
         return max(sums)
 
     assert dearest(tuple(span.stop for span in spans[:-1])) == min(map(dearest, combinations(range(1, len(costs)), stages - 1)))
+
+
+def test_layers_are_spread_by_parameters_by_multiplications_or_by_hand() -> None:
+    model = LikeLlama(tie=True)
+    model.model.embed_tokens = nn.Embedding(20, 4)  # many parameters, no multiplication
+
+    def sizes(**options: Any) -> list[int]:
+        return [span.size for span in place(model, 2, **options).spans]
+
+    assert sizes() == [2, 3]
+    assert sizes(balance="flops") == [3, 2]
+    assert sizes(balance=(4, 1)) == [4, 1]
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (5,), (2, 2, 1)])
+def test_P1_a_layer_that_no_stage_gets_is_an_error(counts: tuple[int, ...]) -> None:
+    with pytest.raises(PipelineError, match=r"model.layers has 5 layers for 2 stages: place each layer once"):
+        place(LikeLlama(), 2, balance=counts)
 
 
 class Named(nn.Module):

@@ -92,6 +92,11 @@ def test_the_other_axes_beside_a_zero_bubble_schedule(layout: dict[str, Any]) ->
     _compare(layout, False)
 
 
+@pytest.mark.parametrize("layout", [{"pp": 2, "balance": "flops"}, {"pp": 2, "chunks": 2, "schedule": "zbv", "balance": [1, 3, 1, 2]}])
+def test_P1_layers_spread_in_another_way(layout: dict[str, Any]) -> None:
+    _compare(layout, True)
+
+
 @pytest.mark.parametrize("layout", [ZB_H1, ZBV | {"pp": 3}])
 def test_L12_accumulated_batches_add_up(layout: dict[str, Any]) -> None:
     _compare(layout, False, accumulate_grad_batches=2)
