@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_par.layout import LayoutError, ModelFacts, ParallelLayout
@@ -33,7 +35,7 @@ def check_layout(config: DictConfig) -> ParallelLayout:
     world = local_world_size(config.trainer) * config.trainer.num_nodes
     facts = _model_facts(config.model) | ModelFacts(sequence=config.data.get("sequence_length"))
     violations = layout.violations(world, facts) + _batch_violations(layout, world, config.data.get("batch_size"))
-    if violations := violations + _option_violations(config.parallel.get("zero_options")):
+    if violations := violations + _option_violations(config.parallel.get("zero_options")) + _precision_violations(config.precision):
         raise LayoutError(violations)
     return layout.resolve(world)
 
@@ -54,6 +56,14 @@ def _option_violations(options: DictConfig | None) -> list[str]:
         ZeroOptions(**(options or {}))
     except (TypeError, ValueError) as error:
         return [f"parallel.zero_options: {error}"]
+    return []
+
+
+def _precision_violations(precision: DictConfig) -> list[str]:
+    try:
+        instantiate(precision, _convert_="all")
+    except InstantiationException as error:
+        return [f"precision: {error.__cause__ or error}"]
     return []
 
 

@@ -50,13 +50,15 @@ def build_loggers(config: DictConfig) -> list[Logger]:
 
 
 def build_trainer(config: DictConfig, callbacks: list[Callback], loggers: list[Logger]) -> L.Trainer:
-    strategy = config.trainer.strategy
-    if strategy is None:
+    """The Trainer of a config; a strategy of Lightning's own gets the plugin that Lightning makes for the precision's name."""
+    options: dict[str, Any] = {"strategy": config.trainer.strategy, "precision": config.precision.precision}
+    if config.trainer.strategy is None:
         from lightning_par import HybridParallelStrategy
 
         strategy = HybridParallelStrategy(**OmegaConf.to_container(config.parallel, resolve=True))
+        options = {"strategy": strategy, "plugins": [instantiate(config.precision, _convert_="all")]}
     make = instantiate(config.trainer, _partial_=True, _convert_="all")
-    return make(strategy=strategy, callbacks=callbacks, logger=loggers)
+    return make(callbacks=callbacks, logger=loggers, **options)
 
 
 def _validate_if_stale(trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule) -> None:

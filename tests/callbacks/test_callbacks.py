@@ -4,8 +4,10 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_par.callbacks import HeldOutLoss, SaveLast, Throughput
+from lightning_par import DynamicLossScale, HybridParallelStrategy, ParallelPrecision
+from lightning_par.callbacks import HeldOutLoss, LossScaleMonitor, SaveLast, Throughput
 from lightning_par.recipes.gpt import GPTModule
+from tests.harness import run_world
 
 
 def fit(tmp_path, callbacks, max_steps=7, **options):
@@ -63,3 +65,19 @@ class Saves(L.Callback):
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         self.steps.append(trainer.global_step)
+
+
+def _watched(tmp_path, plugin):
+    fit(tmp_path, [LossScaleMonitor()], strategy=HybridParallelStrategy(), devices=1, plugins=[plugin], limit_val_batches=0)
+    return (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+
+
+def test_the_loss_scale_its_hysteresis_and_skipped_steps_are_logged(tmp_path):
+    rule = DynamicLossScale("megatron", initial=64.0, growth_interval=4)
+    header, *rows = run_world(_watched, 1, tmp_path / "scaled", ParallelPrecision("16-mixed", loss_scale=rule))[0]
+    last = dict(zip(header.split(","), rows[-1].split(","), strict=True))
+    assert float(last["loss_scale"]) == 128.0
+    assert float(last["loss_scale_hysteresis"]) == 2.0
+    assert float(last["skipped_steps"]) == 0.0
+    header, *_ = run_world(_watched, 1, tmp_path / "plain", ParallelPrecision("32-true"))[0]
+    assert "loss_scale" not in header

@@ -31,6 +31,9 @@ def test_an_impossible_layout_is_refused_with_everything_that_is_wrong_with_it(c
     for part in ("for 4 reasons", "world size 4", "pp=5", "4 attention heads", "2 key-value heads"):
         assert part in message
     assert "zero=7" in command("train", "parallel.zero=7")
+    message = command("train", "precision=16-true", "precision.loss_scale.rule=apex", "parallel.tp=3")
+    assert "rule='apex' must be one of torch, megatron, deepspeed" in message
+    assert "world size 1" in message
 
 
 def test_h5_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(command, tmp_path):
