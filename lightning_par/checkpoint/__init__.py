@@ -7,9 +7,14 @@ from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.native import is_native, read_index, read_meta, read_tensors, save
 from lightning_par.checkpoint.plain import plain
 from lightning_par.checkpoint.shard import Shard
-from lightning_par.checkpoint.source import Source
+from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, Source
 
 __all__ = [
+    "MODEL",
+    "MODULE",
+    "OPTIMIZER",
+    "OPTIMIZERS",
+    "RNG",
     "WRITERS",
     "CheckpointError",
     "Report",

@@ -51,8 +51,8 @@ def load(file: Path, stubs: Mapping[str, type] | None = None) -> Any:
             f"{file} names {named[1]}, which is no plain data, so reading it could run any code: refused. If you wrote the file yourself, "
             f"allow it with torch.serialization.add_safe_globals([{named[1]}])"
         ) from None
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged or cannot be read: {error}") from error
+    except Exception as error:  # a damaged pickle may lead anywhere
+        raise CheckpointError(f"{file} is damaged, or no file of torch.save: {type(error).__name__}: {error}") from error
 
 
 def save(value: Any, file: Path, pickle_module: Any = pickle) -> None:

@@ -14,6 +14,7 @@ first and one of the second, and a strategy that can load from a ``Source`` can 
                                               state that is no tensor
               lightning_par_module            aliases: each key of the state dict, in order, and the first name of what it stands for;
                                               buffers and frozen: first names
+              ParallelPrecision               what a loss scale remembers: scale, good, left, last_overflow, steps, skipped
 
 Formats that number parameters instead of naming them (a ``.ckpt`` file of Lightning, DeepSpeed without ZeRO) have ``#<number>`` for the
 name, until somebody who knows the order tells it: ``Source.named``.
@@ -35,7 +36,7 @@ from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.shard import Shard
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
-OPTIMIZERS, MODULE = "optimizer_states", "lightning_par_module"
+OPTIMIZERS, MODULE, LOSS_SCALE = "optimizer_states", "lightning_par_module", "ParallelPrecision"
 NUMBERED = "#"
 
 

@@ -82,6 +82,7 @@ class HybridParallelStrategy(ParallelStrategy):
         self._assembled: Assembled | None = None
         self._runner: StepRunner | None = None
         self._data_parallel: DataParallel | None = None
+        self._orders: state.Orders = []
         self._until_teardown = ExitStack()
 
     # --- where this rank stands --------------------------------------------------------------------------------------------------
@@ -217,6 +218,7 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
+        self._orders = state.orders(self.optimizers, self._part)
         if self._data_parallel is None or self.layout.zero < 3:
             self._data_parallel = self._shard(self.optimizers)
         for optimizer in self.optimizers:
@@ -421,7 +423,7 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @property
     def _holdings(self) -> Holdings:
-        return Holdings(self._part, self._data_parallel, self.optimizers, self.root_device)
+        return Holdings(self._part, self._data_parallel, self.optimizers, self._orders, self.root_device)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Shard]:
@@ -443,8 +445,8 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
-        """The plain part of a checkpoint; ``load_model_state_dict`` and ``load_optimizer_state_dict`` read the tensors."""
-        return self._holdings.load(checkpoint_path)
+        """The plain part of a checkpoint of any format; ``load_model_state_dict`` and ``load_optimizer_state_dict`` read the tensors."""
+        return seams.completed(self._holdings.load(checkpoint_path), self.lightning_module.trainer)
 
     @property
     @override

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint import CheckpointError, Shard, collect, is_native, plain, read_index, read_meta, read_tensors, save
+from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZERS, CheckpointError, Shard, Source, collect, open_checkpoint, plain, save
 from lightning_par.comm import Group, Meeting, Mesh
 from lightning_par.strategy import state
 from lightning_par.strategy.assemble import Assembled
@@ -57,11 +57,16 @@ class Attendance:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this rank holds of a run: its part of the module, and of the optimizers' state. All ranks call each method together."""
+    """What this rank holds of a run: its part of the module, and of the optimizers' state. All ranks call each method together.
+
+    Attributes:
+        orders: the parameters of this rank that each optimizer was given.
+    """
 
     part: Assembled
     data_parallel: DataParallel | None
     optimizers: Sequence[Optimizer]
+    orders: state.Orders
     device: torch.device
 
     @property
@@ -89,34 +94,42 @@ class Holdings:
         """Write Lightning's ``checkpoint`` as a sharded folder. See Note [A complete folder] in ``checkpoint.native``."""
         if self.data_parallel is not None:
             self.data_parallel.require_alike()
-        tensors = {f"{state.MODEL}.{name}": shard for name, shard in checkpoint.pop("state_dict").items()}
-        optimizers = checkpoint.pop("optimizer_states", [])
+        tensors = {f"{MODEL}.{name}": shard for name, shard in checkpoint.pop("state_dict").items()}
+        optimizers = checkpoint.pop(OPTIMIZERS, [])
         for optimizer in optimizers:
             tensors |= optimizer["shards"]
         tensors |= state.rng_shards(self.mesh.rank)
         metas = self.mesh.world.gather_objects([optimizer["meta"] for optimizer in optimizers])
-        merged = [state.merge_optimizer_meta(ranks) for ranks in zip(*metas, strict=True)]
+        order = self._whole_orders()
+        merged = [state.merge_optimizer_meta(ranks, order[index]) for index, ranks in enumerate(zip(*metas, strict=True))]
         dropped: list[str] = []
-        meta = plain(checkpoint | {"optimizer_states": merged}, dropped)
+        meta = plain(checkpoint | {OPTIMIZERS: merged, MODULE: state.module_meta(self.part)}, dropped)
         if dropped:
             rank_zero_warn(f"not saved in {filepath}, since they are no plain data: {', '.join(dropped)}")
         meta["layout"] = self._layout()
         save(filepath, tensors, meta, self.mesh.world)
 
     def load(self, filepath: str | os.PathLike[str]) -> dict[str, Any]:
-        """The plain part of a checkpoint; ``load_model`` and ``load_optimizers`` read its tensors.
+        """The plain part of a checkpoint of any format; ``load_model`` and ``load_optimizers`` read its tensors.
 
         Raises:
             CheckpointError: on every rank, if any does not see a complete checkpoint.
         """
-        found = self.mesh.world.gather_objects(is_native(filepath))
-        if not all(found):
-            missing = [rank for rank, there in enumerate(found) if not there]
+        source, fault = None, None
+        try:
+            source = open_checkpoint(filepath)
+        except CheckpointError as error:
+            fault = str(error)
+        faults = {rank: text for rank, text in enumerate(self.mesh.world.gather_objects(fault)) if text is not None}
+        if source is None or faults:
             raise CheckpointError(
-                f"ckpt_path={str(filepath)!r} is not a complete lightning_par checkpoint folder as ranks {missing} see it: "
-                "give the path of one, on storage that every rank reaches"
+                f"ckpt_path={str(filepath)!r} cannot be loaded, as ranks {list(faults)} see it: {next(iter(faults.values()))}. Each rank "
+                "reads its own part, so it must lie on storage that every rank reaches"
             )
-        return {"state_dict": {}} | read_meta(filepath) | {_FOLDER: os.fspath(filepath)}
+        if source.is_numbered and self.orders:
+            frozen = state.module_meta(self.part)["frozen"]
+            source = source.named([[name for group in groups for name in group] for groups in self._whole_orders()], frozen)
+        return {"state_dict": {}} | source.meta | {_SOURCE: source}
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Fill this rank's parameters and buffers from what ``load`` returned.
@@ -124,18 +137,25 @@ class Holdings:
         Raises:
             CheckpointError: a tensor is missing or has another shape; with ``strict``, also if the model has no place for one.
         """
-        folder, shards = checkpoint[_FOLDER], {f"{state.MODEL}.{name}": shard for name, shard in self.module_shards().items()}
-        stored = read_index(folder)
+        source: Source = checkpoint[_SOURCE]
+        shards = {self._stored(source, name): shard for name, shard in self.module_shards().items()}
         if strict:
-            ours = self.mesh.world.gather_objects(list(shards))
-            unexpected = [name for name in stored if name.startswith(f"{state.MODEL}.") and not any(name in names for names in ours)]
+            ours = {name for names in self.mesh.world.gather_objects(list(shards)) for name in names}
+            ours |= {f"{MODEL}.{alias}" for alias in self.part.aliases}
+            unexpected = [name for name in source.entries if name.startswith(f"{MODEL}.") and name not in ours and "#" not in name]
             if unexpected:
-                raise CheckpointError(f"checkpoint {folder} holds weights that the model has not: {', '.join(unexpected)}")
+                raise CheckpointError(f"checkpoint {source.path} holds weights that the model has not: {', '.join(unexpected)}")
         else:
-            shards = {name: shard for name, shard in shards.items() if name in stored}
-        read_tensors(folder, shards)
+            shards = {name: shard for name, shard in shards.items() if name in source.entries}
+        source.fill(shards)
         if self.data_parallel is not None:
             self.data_parallel.loaded()
+            self.data_parallel.settle_values()  # after a fit nobody else would wait for them
+
+    def _stored(self, source: Source, name: str) -> str:
+        """The entry of one of our parameters or buffers: a checkpoint may have another of its names, if it is tied."""
+        aliases = [name, *(alias for alias, first in self.part.aliases.items() if first == name)]
+        return next((entry for alias in aliases if (entry := f"{MODEL}.{alias}") in source.entries), f"{MODEL}.{name}")
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill the state of this rank's optimizers, and set its random generators, from what ``load`` returned.
@@ -144,30 +164,32 @@ class Holdings:
             CheckpointError: the checkpoint holds another number of optimizers, or not the state of all parameters.
         """
         assert self.data_parallel is not None
-        folder, metas = checkpoint[_FOLDER], checkpoint["optimizer_states"]
+        source, metas = checkpoint[_SOURCE], checkpoint[OPTIMIZERS]
         if len(metas) != len(self.optimizers):
             raise CheckpointError(
-                f"checkpoint {folder} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}"
+                f"checkpoint {source.path} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}"
             )
-        stored = read_index(folder)
+        stored = {name: (torch.Size(entry.shape), entry.dtype) for name, entry in source.entries.items()}
         for index, (optimizer, meta) in enumerate(zip(self.optimizers, metas, strict=True)):
-            read_tensors(folder, state.empty_optimizer_state(optimizer, index, self.data_parallel, stored))
+            source.fill(state.empty_optimizer_state(optimizer, index, self.data_parallel, stored))
             state.apply_optimizer_meta(optimizer, meta, self.data_parallel)
-        self._restore_rng(folder, checkpoint)
+        self._restore_rng(source)
 
-    def _restore_rng(self, folder: str, checkpoint: Mapping[str, Any]) -> None:
-        saved, now = checkpoint["layout"], self._layout()
-        if saved != now:
-            rank_zero_warn(f"checkpoint {folder} was written under another layout ({saved}): random generators start from the seed again")
-            return
+    def _restore_rng(self, source: Source) -> None:
+        saved, now = source.meta.get("layout"), self._layout()
         shards = state.rng_shards(self.mesh.rank)
-        stored = read_index(folder)
-        if all(name in stored for name in shards):
-            read_tensors(folder, shards)
+        if saved != now:
+            told = "by another program" if saved is None else f"under another layout ({saved})"
+            rank_zero_warn(f"checkpoint {source.path} was written {told}: random generators start from the seed again")
+        elif all(name in source.entries for name in shards):
+            source.fill(shards)
             state.restore_rng(shards, self.mesh.rank)
+
+    def _whole_orders(self) -> state.Orders:
+        return state.merge_orders(self.mesh.world.gather_objects(self.orders), list(dict.fromkeys(self.part.aliases.values())))
 
     def _layout(self) -> dict[str, Any]:
         return vars(self.mesh.layout) | {"world": self.mesh.world.size}
 
 
-_FOLDER = "lightning_par_folder"
+_SOURCE = "lightning_par_source"

@@ -35,6 +35,7 @@ __all__ = [
     "CheckedLauncher",
     "asked_precision",
     "backward_multiplier",
+    "completed",
     "fail_on_sigterm",
     "gather",
     "is_last_batch",
@@ -167,3 +168,20 @@ def asked_precision() -> object:
             return frame.f_locals["precision"]
         frame = frame.f_back
     return None
+
+
+def completed(checkpoint: dict[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
+    """``checkpoint`` with what Lightning reads in each: of one that another program wrote, only the number of steps is known."""
+    checkpoint.setdefault("pytorch-lightning_version", pl.__version__)
+    if "loops" not in checkpoint and trainer.state.fn == TrainerFn.FITTING:
+        steps = checkpoint.get("global_step", 0)
+        loop = trainer.fit_loop.state_dict()
+        automatic = trainer.lightning_module.automatic_optimization
+        progress = (
+            loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+            if automatic
+            else loop["epoch_loop.manual_optimization.optim_step_progress"]
+        )
+        progress["total"] = {"ready": steps, "completed": steps}
+        checkpoint["loops"] = {"fit_loop": loop}
+    return checkpoint

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint import CheckpointError, Shard
+from lightning_par.checkpoint import OPTIMIZER, RNG, CheckpointError, Shard
 from lightning_par.comm import Group, Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.strategy.assemble import Assembled
 from lightning_par.zero import DataParallel
 
-MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
+Orders = list[list[list[str]]]
+"""The names of the parameters that each optimizer was given, group by group, in its order."""
 
 
 def module_shards(assembled: Assembled, data_parallel: DataParallel | None) -> dict[str, Shard]:
@@ -84,14 +85,46 @@ def optimizer_meta(optimizer: Optimizer, data_parallel: DataParallel) -> dict[st
     }
 
 
-def merge_optimizer_meta(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """That of the whole model, from every rank's ``optimizer_meta``."""
+def merge_optimizer_meta(everyone: Sequence[Mapping[str, Any]], order: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """That of the whole model, from every rank's ``optimizer_meta``, with the parameters of each group in their ``order``."""
     groups = max((rank["groups"] for rank in everyone), key=len)
-    merged = []
-    for place, group in enumerate(groups):
-        names = dict.fromkeys(name for rank in everyone if place < len(rank["groups"]) for name in rank["groups"][place]["params"])
-        merged.append(group | {"params": list(names)})
+    merged = [group | {"params": list(names)} for group, names in zip(groups, order, strict=True)]
     return {"groups": merged, "scalars": {name: state for rank in everyone for name, state in rank["scalars"].items() if state}}
+
+
+def orders(optimizers: Sequence[Optimizer], assembled: Assembled) -> Orders:
+    """Of this rank, before its shards take the place of parameters."""
+    names = {info.param: info.name for info in assembled.parameters}
+    return [[[names[param] for param in group["params"] if param in names] for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def merge_orders(everyone: Sequence[Orders], module: Sequence[str]) -> Orders:
+    """Of the whole model, from every rank's: that of the module (its first names are given), if every stage of a pipeline keeps to it."""
+    place = {name: number for number, name in enumerate(module)}
+    merged: Orders = []
+    for optimizers in zip(*everyone, strict=True):
+        merged.append([])
+        for groups in zip(*optimizers, strict=True):
+            names = dict.fromkeys(name for group in groups for name in group)
+            keeps = all(list(group) == sorted(group, key=place.__getitem__) for group in groups)
+            merged[-1].append(sorted(names, key=place.__getitem__) if keeps else list(names))
+    return merged
+
+
+def module_meta(assembled: Assembled) -> dict[str, Any]:
+    """What a checkpoint of another format must be told of the module: see Note [One form for all formats] in ``checkpoint.source``.
+
+    All ranks call.
+    """
+    mine = list(persistent_buffers(assembled)), [info.name for info in assembled.parameters if not info.param.requires_grad]
+    everyone = assembled.mesh.world.gather_objects(mine)
+    names = list(dict.fromkeys(assembled.aliases.values()))
+    buffers, frozen = ({name for rank in everyone for name in rank[what]} for what in (0, 1))
+    return {
+        "aliases": dict(assembled.aliases),
+        "buffers": [name for name in names if name in buffers],
+        "frozen": [name for name in names if name in frozen],
+    }
 
 
 def empty_optimizer_state(
@@ -111,6 +144,7 @@ def empty_optimizer_state(
             name, spec = data_parallel.held(param)
             for key, (shape, dtype) in by_name.get(name, {}).items():
                 if tuple(shape) == spec.shape and key != "step":
+                    dtype = torch.promote_types(dtype, param.dtype)  # float32 moments may come to float64 parameters
                     value = torch.empty(param.shape, dtype=dtype, device=param.device)
                     shards[f"{prefix}{name}.{key}"] = Shard(spec.like(dtype), value.view(-1))
                 else:
@@ -128,10 +162,11 @@ def apply_optimizer_meta(optimizer: Optimizer, meta: Mapping[str, Any], data_par
     """
     for place, group in enumerate(optimizer.param_groups):
         names = [data_parallel.held(param)[0] for param in group["params"]]
-        source = next((saved for saved in meta["groups"] if names and names[0] in saved["params"]), None)
-        if not names and place < len(meta["groups"]):  # this rank holds no part of the group, but its schedulers and loggers read it
-            source = meta["groups"][place]
-        if source is None and names:
+        trained = [data_parallel.held(param)[0] for param in group["params"] if param.requires_grad]
+        source = next((saved for saved in meta["groups"] if set(names) & set(saved["params"])), None)
+        if source is None and not trained and place < len(meta["groups"]):
+            source = meta["groups"][place]  # this rank holds no part of the group, but its schedulers and loggers read it
+        if source is None and trained:
             raise CheckpointError(f"the checkpoint has no optimizer group for {names[0]}: was the optimizer built from other parameters?")
         if source is not None:
             group.update({key: value for key, value in source.items() if key != "params"})

@@ -23,7 +23,7 @@ from lightning_par.checkpoint.deepspeed.flat import Flat, of_stage
 from lightning_par.checkpoint.deepspeed.names import ENGINE_KEYS, MODEL_FILE, OPTIMIZER_FILE, STUBS, LossScaler, model_file, tag_folder
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import load
-from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZER, OPTIMIZERS, Entry, Source
+from lightning_par.checkpoint.source import LOSS_SCALE, MODEL, MODULE, NUMBERED, OPTIMIZER, OPTIMIZERS, Entry, Source
 from lightning_par.checkpoint.whole import EXTRA, number, tied
 
 
@@ -104,6 +104,17 @@ def client_meta(
         return client | extra["meta"]
     schedule = model.get("lr_scheduler")
     counters = {"epoch": 0, "global_step": model.get("global_steps", 0), "lr_schedulers": [schedule] if schedule else []}
+    scaler = facts.get("loss_scaler")
+    if scaler and scaler["dynamic"]:
+        since = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1
+        counters[LOSS_SCALE] = {
+            "scale": float(scaler["cur_scale"]),
+            "good": max(since, 0) % scaler["scale_window"],
+            "left": scaler["cur_hysteresis"],
+            "last_overflow": scaler["last_overflow_iter"],
+            "steps": scaler["cur_iter"],
+            "skipped": model.get("skipped_steps", 0),
+        }
     return counters | client | {OPTIMIZERS: optimizers, MODULE: dict(told), "deepspeed": dict(facts)}
 
 

@@ -24,7 +24,7 @@ from lightning_par.checkpoint.deepspeed import names
 from lightning_par.checkpoint.deepspeed.flat import Flat, Shapes, of_stage
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import Scratch, save
-from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZERS, Contents, Entry, Source, rng_of, states
+from lightning_par.checkpoint.source import LOSS_SCALE, MODEL, MODULE, OPTIMIZERS, Contents, Entry, Source, rng_of, states
 from lightning_par.checkpoint.whole import EXTRA
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -281,7 +281,10 @@ def _base(trained: Trained, owners: list[list[int]], state: Mapping[int, dict[st
 
 def loss_scale(source: Source, target: Target, *, always: bool = False) -> dict[str, Any]:
     """The scaler of the source if it has one. Otherwise the engine's own stays, or, where it needs one, DeepSpeed's defaults."""
-    told = _facts(source).get("loss_scaler")
+    told, state = _facts(source).get("loss_scaler"), source.meta.get(LOSS_SCALE)
+    if told is None and state:
+        remembered = {"cur_iter": state["steps"], "last_overflow_iter": state["last_overflow"], "cur_hysteresis": max(state["left"], 1)}
+        told = names.DEFAULT_SCALER | {"cur_scale": state["scale"]} | remembered
     if target.dtype != "fp16":
         told = {"cur_scale": 1.0, "dynamic": False}
     elif told is None or not told["dynamic"]:
