@@ -45,7 +45,7 @@ def open_deepspeed(path: Path) -> Source:
     states, optimizer = saved.optimizer()
     if not shards:
         del told["frozen"]  # the optimizer may hold them all
-    entries |= {name: entry for name, entry in trained.items() if name.startswith(f"{MODEL}.")}
+    entries |= {name: entry for name, entry in trained.items() if name.startswith(f"{MODEL}.{NUMBERED}")}
     meta = client_meta(models[0], told, [optimizer] if optimizer else [], saved.facts)
     return Source(path, f"DeepSpeed, ZeRO {saved.facts['stage']}", meta, entries | states, saved.facts)
 

@@ -45,15 +45,14 @@ def open_universal(path: Path) -> Source:
     models = load_models(folder)
     state = load(_there(folder / "zero" / STATE), names.STUBS)
     shapes = [(name, tuple(shape)) for group in models[0]["param_shapes"] for name, shape in group.items()]
-    trained, entries, scalars = {}, {}, {}
-    for name, shape in shapes:
-        trained[name] = _entry(folder, name, "fp32", shape)
-        for file in sorted((folder / "zero" / name).glob("*.pt")):
-            if file.stem == "step":
-                step = load(file, names.STUBS)
-                entries[f"{OPTIMIZER}.0.{name}.step"] = Entry.of(step if isinstance(step, Tensor) else torch.tensor(float(step)))
-            elif file.stem != "fp32":
-                entries[f"{OPTIMIZER}.0.{name}.{file.stem}"] = _entry(folder, name, file.stem, shape)
+    keys = {file.stem for name, _ in shapes for file in (folder / "zero" / name).glob("*.pt")}  # each parameter has all of them
+    trained = {name: _entry(folder, name, "fp32", shape) for name, shape in shapes}
+    entries = {
+        f"{OPTIMIZER}.0.{name}.{key}": _entry(folder, name, key, shape) for name, shape in shapes for key in sorted(keys - {"fp32", "step"})
+    }
+    for name, _ in shapes if "step" in keys else ():
+        step = load(_there(folder / "zero" / name / "step.pt"), names.STUBS)
+        entries[f"{OPTIMIZER}.0.{name}.step"] = Entry.of(step if isinstance(step, Tensor) else torch.tensor(float(step)))
     common = state.get("optimizer_state_dict", {}).get("state", {})
     groups = []
     for group in state["param_groups"]:
@@ -65,7 +64,7 @@ def open_universal(path: Path) -> Source:
         groups.append(group | {"params": members})
     module, told = module_entries(models, trained)
     facts = {key: models[0].get(key) for key in ("ds_version", "skipped_steps", "global_samples")} | {"loss_scaler": scaler_facts(state)}
-    meta = client_meta(models[0], told, [{"groups": groups, "scalars": scalars}], facts)
+    meta = client_meta(models[0], told, [{"groups": groups, "scalars": {}}], facts)
     return Source(path, "DeepSpeed, universal", meta, module | entries, facts)
 
 
