@@ -209,6 +209,51 @@ def test_A5_A6_A14_gradients_are_unscaled_once_before_hooks_and_clipping_in_ever
     run_world(_orders, 2)
 
 
+class Two(L.LightningModule):
+    """Two optimizers, each with its own backward, one of which has an overflow."""
+
+    def __init__(self, bad: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization, self.bad = False, bad
+        self.parts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.scales: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for which, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad()
+            loss = self.parts[which](self.parts[0](batch)).square().sum()  # the first part has gradients of both losses
+            self.manual_backward(loss * math.inf if self.bad and (batch_idx, which) == (1, 0) else loss)
+            optimizer.step()
+            self.scales.append(self.trainer.precision_plugin.loss_scale)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in self.parts]
+
+
+def _two(zero: int, precision: ParallelPrecision, bad: bool) -> tuple[dict[str, Tensor] | None, list[float]]:
+    trainer = _trainer({"zero": zero}, 8, precision)
+    module = Two(bad)
+    rank = trainer.strategy.distributed_sampler_kwargs["rank"]
+    trainer.fit(module, DataLoader(torch.arange(36.0).view(12, 3).chunk(2)[rank] / 36, batch_size=1))
+    return trainer.strategy.full_state_dict(), module.scales
+
+
+def _twos() -> None:
+    for zero in (0, 1, 2):
+        exact, _ = _two(zero, ParallelPrecision("32-true"), False)
+        rule = DynamicLossScale(initial=1024.0, growth_interval=3)
+        scaled, _ = _two(zero, ParallelPrecision("16-mixed", loss_scale=rule), False)
+        _, scales = _two(zero, ParallelPrecision("16-mixed", loss_scale=rule), True)
+        assert scales[:6] == [1024, 1024, 512, 512, 512, 1024], "one scale, which every step moves"
+        for name, value in (exact or {}).items():
+            torch.testing.assert_close(scaled[name], value, rtol=2e-3, atol=2e-3)
+
+
+def test_two_optimizers_share_one_scale_and_their_gradients_are_right() -> None:
+    run_world(_twos, 2)
+
+
 def _fused() -> None:
     for zero in (0, 1, 2):
         updates = []

@@ -151,6 +151,32 @@ def test_Z25_gradients_travel_in_float32_unless_told_otherwise() -> None:
             assert sizes == {4 if dtype is None else 2}, f"stage {stage}"
 
 
+def _every_axis(dtype: str | None) -> set[int]:
+    """A replicated parameter of which each tp rank sees a part, and one tied over two pipeline stages."""
+    layout = ParallelLayout(tp=2, pp=2, zero=1)
+    mesh = Mesh.build(layout.resolve(8))
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(BF16)
+    infos = [
+        ParameterInfo(name, param, ShardSpec.whole(param), stages=(0, 1) if name.startswith("1") else (), partial=name.startswith("0"))
+        for name, param in module.named_parameters()
+    ]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    dp = DataParallel(module, infos, ReduceGroups.of(mesh), stage=1, options=ZeroOptions(reduce_dtype=dtype), optimizers=[optimizer])
+    dp.attach(optimizer)
+    with mesh.trace.recording() as sent:
+        module(torch.ones(2, 6, dtype=BF16)).sum().backward()
+        dp.finish()
+    groups = {call.group for call in sent if call.elements > 12}
+    assert groups == {"shard·cp", "tp", "pp"}, groups
+    return {call.itemsize for call in sent if call.elements > 12}
+
+
+@pytest.mark.slow
+def test_Z25_so_do_those_that_are_summed_over_tp_and_pp() -> None:
+    for dtype, size in ((None, 4), ("float32", 4), ("bfloat16", 2)):
+        assert run_world(_every_axis, 8, dtype) == [{size}] * 8
+
+
 REDUCED = {
     f"stage{stage} {dtype}": Case(optimizers=sgd, stage=stage, accumulate=2, options=ZeroOptions(min_unit_mb=0, reduce_dtype=dtype))
     for stage in STAGES
