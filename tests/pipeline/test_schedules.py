@@ -106,7 +106,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(costs=st.builds(Costs, *[st.floats(0.1, 3)] * 3, latency=st.floats(0, 9)), **SIZES)
 def test_any_schedule_runs_everything_once_and_in_order(name: str, ranks: int, microbatches: int, data: Any, costs: Costs) -> None:
     chunks = data.draw(st.sampled_from(chunks_of(name)))
@@ -133,7 +133,7 @@ def test_bubble_is_the_published_one(name: str) -> None:
                 assert bubble == pytest.approx((ranks - 1) / (chunks * microbatches)), (ranks, chunks, microbatches)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ranks=st.integers(1, 9), more=st.integers(0, 12), weights=st.floats(0.3, 1.0))
 def test_zb_h1_idles_by_the_published_formula_in_the_memory_of_1f1b(ranks: int, more: int, weights: float) -> None:
     """(p-1)(F+B-W) where the weights part takes no longer than the others (arXiv 2401.10241, table 2)."""
@@ -144,7 +144,7 @@ def test_zb_h1_idles_by_the_published_formula_in_the_memory_of_1f1b(ranks: int, 
     assert max(simulation.peak_live) == max(simulate(training_plan("1f1b", ranks, 1, microbatches)).peak_live)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ranks=st.integers(1, 9), microbatches=st.integers(1, 30))
 def test_zbv_idles_nowhere_once_the_v_is_full_in_the_memory_of_1f1b(ranks: int, microbatches: int) -> None:
     simulation = simulate(training_plan("zbv", ranks, 2, microbatches))
