@@ -37,7 +37,7 @@ class Awkward(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embed(ids) + self.shift.to(self.embed.weight.dtype)
         hidden = self.down(torch.tanh(self.fixed(torch.tanh(self.up(hidden)))) * self.gain)
-        return F.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.roll(1, 0).flatten())
+        return F.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.roll(1, 1).flatten())
 
 
 def optimizer(module: nn.Module) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lightning_par.checkpoint.deepspeed import open_deepspeed, open_universal, w
 from lightning_par.checkpoint.deepspeed.write import Target
 from lightning_par.checkpoint.source import MODULE, OPTIMIZERS, Source
 from lightning_par.checkpoint.whole import open_native, write_native
-from tests.checkpoint.deepspeed import engine
+from tests.checkpoint.deepspeed import engine, ours
 from tests.checkpoint.deepspeed.engine import ORDER, SAVED, Outcome
 from tests.harness import run_world
 
@@ -164,6 +165,50 @@ def test_a_universal_checkpoint_of_ours_is_loaded_by_it_and_trained_on_to_the_bi
         _assert_equal(resumed.moments, straight.moments)
         assert resumed.losses == straight.losses[SAVED:]
         _assert_equal(resumed.end, straight.end)
+
+
+def _resume_in_ours(root: Path, cases: list[tuple[int, str]], layouts: list[dict[str, int]], precision: str) -> list[Any]:
+    folders = [root / "theirs" / f"{dtype}-{stage}" for stage, dtype in cases]
+    return [ours.resume(folder, layout, precision, MORE) for folder, layout in zip(folders, layouts, strict=True)]
+
+
+def _mean_losses(outcomes: list[Outcome]) -> list[float]:
+    """Over the ranks, as ours has them on each."""
+    return [sum(losses) / len(losses) for losses in zip(*(outcome.losses[SAVED:] for outcome in outcomes), strict=True)]
+
+
+def test_ours_goes_on_from_its_checkpoint_as_it_does_itself(made: Made) -> None:
+    cases = [(0, "fp32"), *STAGES]
+    answers = run_world(_resume_in_ours, 2, made.root, cases, [{"dp": 2, "zero": stage} for stage, _ in cases], "32-true")
+    for place, (stage, dtype) in enumerate(cases):
+        for mine in (rank[place] for rank in answers):
+            assert mine["losses"] == pytest.approx(_mean_losses(made.straight[stage, dtype]), abs=1e-6)
+            assert mine["steps"] == SAVED + MORE
+        for name, value in made.straight[stage, dtype][0].end.items():
+            torch.testing.assert_close(answers[0][place]["weights"][name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 4, "zero": 3}], ids=str)
+def test_ours_goes_on_at_another_number_of_ranks(made: Made, layout: dict[str, int]) -> None:
+    cases = [(1, "fp32"), (3, "fp32")]
+    answers = run_world(_resume_in_ours, layout["dp"], made.root, cases, [layout, layout], "32-true")
+    for place, case in enumerate(cases):
+        for name, value in made.straight[case][0].end.items():
+            torch.testing.assert_close(answers[0][place]["weights"][name], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "precision"), [("bf16", "bf16-true"), ("fp16", "16-true")])
+def test_ours_goes_on_from_its_half_precision_with_its_masters_and_scale(half: Made, dtype: str, precision: str) -> None:
+    cases = [(stage, dtype) for stage in (1, 2, 3)]
+    answers = run_world(_resume_in_ours, 2, half.root, cases, [{"dp": 2, "zero": stage} for stage, _ in cases], precision)
+    for place, case in enumerate(cases):
+        mine, theirs = answers[0][place], half.straight[case][0]
+        assert mine["losses"] == pytest.approx(_mean_losses(half.straight[case]), abs=2e-2)
+        assert mine["scale"] == (theirs.scale or 1.0)
+        for name, value in theirs.end.items():
+            torch.testing.assert_close(mine["weights"][name].float(), value, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.slow
