@@ -1,0 +1,196 @@
+"""Pipelines: a step against the simulator's and against torch.distributed.pipelining's. ``python -m benchmarks.pipeline --help``.
+
+Note [Stages that sleep]
+~~~~~~~~~~~~~~~~~~~~~~~~
+Few machines have a core for each of four stages. Here stages sleep instead of computing, a nap forward, a nap for the gradient of
+the input and a nap for that of the weight, in proportion to the layers they hold, so that ranks overlap as on hardware of their own, and
+what is left between a step and its simulation is what the engine costs: Python, autograd, messages that come late. Every layer
+adds its weight to what passes, so that the gradients are real. Both sides run the same layers; each of their naps is a nap of the
+simulator, which knows no latency. A stage's two backward naps are taken together where a schedule does not part them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from typing_extensions import override
+
+from benchmarks.launch import HOST, launch
+from benchmarks.rank import join
+from benchmarks.report import aligned
+from lightning_par.comm import Mesh
+from lightning_par.layout import SCHEDULES, ParallelLayout
+from lightning_par.pipeline import Costs, Pipeline, simulate, training_plan
+
+TORCH = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
+"""Torch's schedule of the same name; of ZB-H1 it has none for one stage a rank."""
+
+SIMULATED, PEER = 1.03, 1.0
+"""What a step may take of the simulator's, and of torch's in the same run."""
+
+
+class _Nap(torch.autograd.Function):
+    """Sleeps forward, and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return grad, None, None
+
+
+class SleepingLayer(nn.Module):
+    """See Note [Stages that sleep]."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seconds = seconds
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return _Nap.apply(x, self.seconds, self.seconds) + _Nap.apply(self.weight, 0.0, self.seconds)
+
+
+class SleepingModel(nn.Module):
+    def __init__(self, layers: int, seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SleepingLayer(seconds) for _ in range(layers))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    """Its gradient lies in one piece, which torch's receives ask for."""
+    return output.square().sum()
+
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One setting: stages of equal length, so many micro-batches, so much sent between stages."""
+
+    ranks: int
+    microbatches: int
+    elements: int  # of an activation, fp32
+    nap: float  # seconds of a rank's forward of one micro-batch
+
+    def chunks(self, schedule: str) -> int:
+        return 1 if SCHEDULES[schedule].refusal(1) is None and schedule != "interleaved_1f1b" else 2
+
+    def simulated(self, schedule: str) -> float:
+        chunks = self.chunks(schedule)
+        return simulate(training_plan(schedule, self.ranks, chunks, self.microbatches), Costs(*[self.nap / chunks] * 3)).makespan
+
+    def layers(self, schedule: str) -> SleepingModel:
+        chunks = self.chunks(schedule)
+        return SleepingModel(self.ranks * chunks, self.nap / chunks)
+
+    def batch(self) -> Tensor:
+        return torch.ones(self.microbatches, self.elements)
+
+    def ours(self, schedule: str) -> Step:
+        model = self.layers(schedule)
+        group = Mesh.build(ParallelLayout(pp=self.ranks).resolve(self.ranks)).pp
+        pipeline = Pipeline.split(model, group, schedule, self.chunks(schedule))
+        pieces = self.batch().split(1)
+
+        def forward(microbatch: int) -> Tensor:
+            return _loss(model(pieces[microbatch].requires_grad_()), pieces[microbatch])
+
+        return lambda: pipeline.forward_backward(forward, ["same"] * self.microbatches)
+
+    def torch(self, schedule: str) -> Step:
+        chunks, layers = self.chunks(schedule), self.layers(schedule).layers
+        mine = SCHEDULES[schedule].stages_of(dist.get_rank(), self.ranks, chunks)
+        stages = [pipelining.PipelineStage(layers[s], s, self.ranks * chunks, torch.device("cpu")) for s in mine]
+        kind = TORCH[schedule]
+        run = kind(stages if chunks > 1 else stages[0], self.microbatches, loss_fn=_loss, scale_grads=False)
+        inputs, last = self.batch().requires_grad_(), self.ranks * chunks - 1
+        given = {"target": torch.zeros(self.microbatches)} if last in mine else {}
+        return lambda: run.step(*([inputs] if 0 in mine else []), **given)
+
+
+def measure(steps: Sequence[Step], rounds: int) -> list[list[float]]:
+    """Seconds from barrier to barrier, by step and round; steps take turns. Every rank calls. The first round warms up and is left out."""
+    seconds: list[list[float]] = [[] for _ in steps]
+    for number in range(rounds + 1):
+        for took, step in zip(seconds, steps, strict=True):
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            dist.barrier()
+            took += [time.perf_counter() - begin] if number else []
+    return seconds
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    if not dist.is_torchelastic_launched():
+        return launch("benchmarks.pipeline", arguments, ranks=options.ranks, link=options.link)
+    warnings.filterwarnings("ignore")
+    rank, _ = join()
+    rows = [["schedule", "micro-batches", "simulated ms", "ours ms", "of simulated", "torch ms", "ours of torch"]]
+    kept = True
+    for schedule in options.schedules:
+        for microbatches in options.microbatches:
+            bench = Bench(options.ranks, microbatches, options.elements, options.nap / 1e3)
+            steps = [bench.ours(schedule), *([bench.torch(schedule)] if schedule in TORCH else [])]
+            ours, *theirs = (median(took) for took in measure(steps, options.rounds))
+            expected = bench.simulated(schedule)
+            kept &= ours <= SIMULATED * expected and all(ours <= PEER * peer for peer in theirs)
+            peers = [cell for peer in theirs for cell in (f"{1e3 * peer:.0f}", f"{ours / peer:.3f}")] or ["-", "-"]
+            rows.append([schedule, str(microbatches), f"{1e3 * expected:.0f}", f"{1e3 * ours:.0f}", f"{ours / expected:.3f}", *peers])
+    if rank == 0:
+        print(f"{options.ranks} ranks, naps of {options.nap:g} ms a rank, activations of {4 * options.elements / 2**20:.1f} MiB\n")
+        print(aligned(rows))
+        if options.check:
+            print(f"\nat most {SIMULATED:.2f} of the simulator's and {PEER:.2f} of torch's: {'pass' if kept else 'MISS'}")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0 if kept or not options.check or rank else 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m benchmarks.pipeline", description="Pipeline steps against the simulator and torch.")
+    parser.add_argument("--schedules", type=lambda text: text.split(","), default=list(SCHEDULES))
+    parser.add_argument("--microbatches", type=lambda text: [int(m) for m in text.split(",")], default=[8, 16])
+    parser.add_argument("--nap", type=float, default=20.0, help="milliseconds that a rank's forward of a micro-batch takes; backward twice")
+    parser.add_argument("--elements", type=int, default=2**18, help="of an activation (fp32)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--link", default=HOST, help="as in benchmarks.zero")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a step takes more than it may")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
