@@ -32,7 +32,7 @@ def native(tmp_path: Path) -> Path:
     return tmp_path / "native"
 
 
-@pytest.mark.parametrize("first", TARGETS)
+@pytest.mark.parametrize("first", [pytest.param(name, marks=() if name in ("ckpt", "zero3") else pytest.mark.slow) for name in TARGETS])
 def test_K25_any_format_to_any_other_and_back_is_the_same_to_the_bit(first: str, native: Path, tmp_path: Path) -> None:
     report = convert(native, tmp_path / "first", TARGETS[first][0], target=TARGETS[first][1])
     assert (report.source, report.rounded) == ("native folder", ())
