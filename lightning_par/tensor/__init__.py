@@ -1,6 +1,6 @@
 """Level 3. Tensor parallelism: one matrix shared by several ranks (Megatron-LM, arXiv 1909.08053, section 3)."""
 
-from lightning_par.tensor.convert import TensorShards, plan_shards, shard_module, sum_partial_gradients
+from lightning_par.tensor.convert import TensorShards, plan_shards, shard_module
 from lightning_par.tensor.embedding import VocabParallelEmbedding
 from lightning_par.tensor.in_place import Sharding
 from lightning_par.tensor.linear import (
@@ -26,5 +26,4 @@ __all__ = [
     "plan_shards",
     "resolve_plan",
     "shard_module",
-    "sum_partial_gradients",
 ]

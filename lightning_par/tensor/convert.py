@@ -23,7 +23,7 @@ class TensorShards:
     Attributes:
         plan: from module names to words, as applied.
         specs: for every parameter, by its first name in ``named_parameters()``, the part that is here; whole if it is not cut.
-        partial: names of whole parameters whose gradient is, on each rank, one term of a sum over tp; see ``sum_partial_gradients``.
+        partial: names of whole parameters whose gradient is, on each rank, one term of a sum over tp.
     """
 
     plan: dict[str, str]
@@ -71,21 +71,6 @@ def plan_shards(module: nn.Module, plan: Mapping[str, str], size: int, index: in
         elif style.partial:
             partial.add(name)
     return TensorShards(dict(plan), specs, frozenset(partial))
-
-
-def sum_partial_gradients(module: nn.Module, shards: TensorShards, group: Group) -> None:
-    """Complete the gradients of ``shards.partial``: one all-reduce for each dtype. All ranks of the group must call.
-
-    Once for each accumulated gradient: after the last backward pass of a step, before any use of it. A gradient that is None
-    must be so on every rank.
-    """
-    gradients = [p.grad for name, p in module.named_parameters() if name in shards.partial and p.grad is not None]
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        terms = [gradient for gradient in gradients if gradient.dtype == dtype]
-        flat = torch.cat([term.flatten() for term in terms])
-        group.all_reduce(flat)
-        for term, total in zip(terms, flat.split([term.numel() for term in terms]), strict=True):
-            term.copy_(total.view_as(term))
 
 
 def _sharding(module: nn.Module, word: str, group: Group) -> Sharding:
