@@ -17,6 +17,7 @@ from lightning_par.checkpoint.deepspeed import is_deepspeed, is_universal, open_
 from lightning_par.checkpoint.deepspeed.write import Target
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import put_in_place
+from lightning_par.checkpoint.hf import hf_part, is_hf, open_hf, write_hf
 from lightning_par.checkpoint.native import is_native
 from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Entry, Source
 from lightning_par.checkpoint.whole import open_native, open_single, write_native, write_single
@@ -25,6 +26,7 @@ READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Source]], ...] = (
     (is_native, open_native),
     (is_universal, open_universal),
     (is_deepspeed, open_deepspeed),
+    (is_hf, open_hf),
     (Path.is_file, open_single),
 )
 """Whether a path is of a format, and how it is opened: the first that fits."""
@@ -34,6 +36,7 @@ WRITERS: dict[str, Callable[[Source, Path, Target], None]] = {
     "ckpt": lambda source, path, _: write_single(source, path),
     "deepspeed": write_deepspeed,
     "universal": write_universal,
+    "hf": write_hf,
 }
 
 
@@ -77,7 +80,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
             return opens(place)
     raise CheckpointError(
         f"{place} is {'no checkpoint' if place.exists() else 'not there'}: give a complete folder of lightning_par, a .ckpt file of "
-        "Lightning, a folder that DeepSpeed's save_checkpoint wrote, or a universal checkpoint"
+        "Lightning, a folder that DeepSpeed's save_checkpoint wrote, a universal checkpoint, or a folder of transformers with safetensors"
     )
 
 
@@ -96,8 +99,8 @@ def convert(
     near the largest tensor; all but universal checkpoints need room on the disk for a second copy while they are written.
 
     Args:
-        format: native, ckpt, deepspeed or universal.
-        target: deepspeed and universal: the stage, number of data ranks and precision of the engine that is to load it.
+        format: native, ckpt, deepspeed, universal, or hf (the weights of a model of transformers, for ``from_pretrained``).
+        target: deepspeed and universal: the stage, number of data ranks and precision of the engine that is to load it; hf: the precision.
         optimizer: take the optimizers' state along.
 
     Raises:
@@ -106,7 +109,8 @@ def convert(
     if format not in WRITERS:
         raise CheckpointError(f"format={format!r}: choose one of {', '.join(WRITERS)}")
     with put_in_place(Path(dst)) as path:
-        source = _named(open_checkpoint(src)) if optimizer else without_optimizer(open_checkpoint(src))
+        source = open_checkpoint(src)
+        source = hf_part(source) if format == "hf" else _named(source) if optimizer else without_optimizer(source)
         progress = progress or Silent()
         progress.begin(sum(map(_bytes, source.entries.values())))
         WRITERS[format](_watched(source, progress), path, target or Target())

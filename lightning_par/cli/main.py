@@ -14,7 +14,7 @@ usage: lightning-par COMMAND [overrides]
 
   train    train the model that the config names: lightning-par train model=gpt parallel.tp=2 trainer.devices=2
            -m before the overrides runs one job for each combination; --help lists every choice, --cfg job prints the config
-  convert  write a checkpoint in another format: lightning-par convert src=PATH dst=PATH format=native|ckpt|deepspeed|universal
+  convert  write a checkpoint in another format: lightning-par convert src=PATH dst=PATH format=native|ckpt|deepspeed|universal|hf
            for DeepSpeed with parallel.zero=1|2|3 parallel.dp=RANKS dtype=fp32|bf16|fp16; optimizer=false leaves its state out
   inspect  tell what is in a checkpoint of any of these formats: lightning-par inspect PATH [--tensors]
 """

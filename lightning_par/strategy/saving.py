@@ -129,6 +129,7 @@ class Holdings:
         if source.is_numbered and self.orders:
             frozen = state.module_meta(self.part)["frozen"]
             source = source.named([[name for group in groups for name in group] for groups in self._whole_orders()], frozen)
+        source = state.in_module(source, self.part)
         return {"state_dict": {}} | source.meta | {_SOURCE: source}
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:

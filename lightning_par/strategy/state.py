@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint import OPTIMIZER, RNG, CheckpointError, Shard
+from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, RNG, CheckpointError, Shard, Source
 from lightning_par.comm import Group, Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.strategy.assemble import Assembled
@@ -124,7 +126,26 @@ def module_meta(assembled: Assembled) -> dict[str, Any]:
         "aliases": dict(assembled.aliases),
         "buffers": [name for name in names if name in buffers],
         "frozen": [name for name in names if name in frozen],
-    }
+    } | _huggingface(assembled.module)
+
+
+def in_module(source: Source, assembled: Assembled) -> Source:
+    """A folder of transformers names the weights as the HF model does, which is a part of the module."""
+    mine = _huggingface(assembled.module).get("huggingface", {"prefix": ""})["prefix"]
+    if source.meta.get(MODULE, {}).get("huggingface", {"prefix": mine})["prefix"] == mine:
+        return source
+    entries = {f"{MODEL}.{mine}{name.removeprefix(f'{MODEL}.')}": entry for name, entry in source.entries.items()}
+    return replace(source, entries=entries)
+
+
+def _huggingface(module: nn.Module) -> dict[str, Any]:
+    """Where in ``module`` the model of transformers is, if there is one, and its config: see ``checkpoint.hf``."""
+    for path, submodule in module.named_modules():
+        config = getattr(submodule, "config", None)
+        if hasattr(submodule, "save_pretrained") and hasattr(config, "to_json_string"):
+            told = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(submodule).__name__]}
+            return {"huggingface": {"prefix": f"{path}." if path else "", "config": told}}
+    return {}
 
 
 def empty_optimizer_state(

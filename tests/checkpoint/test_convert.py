@@ -121,7 +121,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.ckpt")
     with pytest.raises(CheckpointError, match="holds a list, no checkpoint"):
         open_checkpoint(tmp_path / "list.ckpt")
-    with pytest.raises(CheckpointError, match="format='zip': choose one of native, ckpt, deepspeed, universal"):
+    with pytest.raises(CheckpointError, match="format='zip': choose one of native, ckpt, deepspeed, universal, hf"):
         convert(tmp_path / "list.ckpt", tmp_path / "out", "zip")
 
 

@@ -1,0 +1,158 @@
+"""Folders of Hugging Face transformers: ``config.json`` and safetensors files, in the names of the HF model.
+
+A safetensors file is the length of its header (8 bytes, little-endian), the header (JSON: of each tensor dtype, shape, and where its bytes
+begin and end) and the bytes (safetensors' README, "Format"). It is written here a tensor at a time, without the library. Files of more than
+``SHARD`` bytes are cut into several, which ``model.safetensors.index.json`` lists (transformers, ``PreTrainedModel.save_pretrained``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_par.checkpoint.deepspeed.write import DTYPES, Target
+from lightning_par.checkpoint.errors import CheckpointError
+from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZERS, Entry, Source
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+HUGGINGFACE = "huggingface"
+"""In what is told of the module: prefix (where in it the HF model is) and config."""
+SHARD = 5 * 10**9
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def is_hf(path: Path) -> bool:
+    """Whether ``path`` is a folder of a transformers model with safetensors."""
+    return (path / CONFIG).is_file() and ((path / SINGLE).is_file() or (path / INDEX).is_file())
+
+
+def open_hf(path: Path) -> Source:
+    """The weights; there is nothing else in such a folder.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    try:
+        config = json.loads((path / CONFIG).read_text())
+        files = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values())) if (path / INDEX).is_file() else [SINGLE]
+        entries = {f"{MODEL}.{name}": entry for file in files for name, entry in _tensors(path / file).items()}
+    except (OSError, ValueError, KeyError, struct.error) as error:
+        raise CheckpointError(f"{path} is damaged or incomplete: {type(error).__name__}: {error}") from error
+    names = [name.removeprefix(f"{MODEL}.") for name in entries]
+    told = {"aliases": {name: name for name in names}, "buffers": [], HUGGINGFACE: {"prefix": "", "config": config}}
+    return Source(path, "Hugging Face", {MODULE: told, OPTIMIZERS: []}, entries, {"model_type": config.get("model_type")})
+
+
+def hf_part(source: Source) -> Source:
+    """The model of transformers that is in a LightningModule, alone and under its own names.
+
+    Raises:
+        CheckpointError: nothing tells that there is one.
+    """
+    module = source.meta.get(MODULE, {})
+    if HUGGINGFACE not in module:
+        raise CheckpointError(
+            f"{source.path} does not tell of a model of Hugging Face transformers: its module had none, or another program wrote it"
+        )
+    prefix = module[HUGGINGFACE]["prefix"]
+    names = dict.fromkeys(name for name in module["aliases"].values() if name.startswith(prefix))
+    entries = {f"{MODEL}.{name.removeprefix(prefix)}": source.entries[f"{MODEL}.{name}"] for name in names}
+    return replace(source, entries=entries, meta={MODULE: {HUGGINGFACE: module[HUGGINGFACE] | {"prefix": ""}}})
+
+
+def write_hf(source: Source, folder: Path, target: Target) -> None:
+    """What ``hf_part`` gave, rounded to ``target.dtype``, as a folder that ``from_pretrained`` loads."""
+    folder.mkdir()
+    dtype = DTYPES[target.dtype]
+    entries = {name.removeprefix(f"{MODEL}."): entry for name, entry in source.entries.items()}
+    files = _cut({name: (entry.shape, _stored(entry, dtype)) for name, entry in entries.items()})
+    titles = [SINGLE] if len(files) == 1 else [f"model-{place + 1:05d}-of-{len(files):05d}.safetensors" for place in range(len(files))]
+    for title, members in zip(titles, files, strict=True):
+        _write(folder / title, members, entries)
+    if len(files) > 1:
+        total = sum(_bytes(*what) for members in files for what in members.values())
+        weight_map = {name: title for title, members in zip(titles, files, strict=True) for name in members}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    config = source.meta[MODULE][HUGGINGFACE]["config"] | {"dtype": str(dtype).removeprefix("torch.")}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _stored(entry: Entry, dtype: torch.dtype) -> torch.dtype:
+    return dtype if entry.dtype.is_floating_point else entry.dtype
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _cut(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Into files of at most ``SHARD`` bytes, but at least one tensor."""
+    files: list[dict[str, Any]] = [{}]
+    filled = 0
+    for name, what in tensors.items():
+        if files[-1] and filled + _bytes(*what) > SHARD:
+            files.append({})
+            filled = 0
+        files[-1][name] = what
+        filled += _bytes(*what)
+    return files
+
+
+def _write(file: Path, members: Mapping[str, tuple[tuple[int, ...], torch.dtype]], entries: Mapping[str, Entry]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in members.items():
+        begin, end = end, end + _bytes(shape, dtype)
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        for name, (_, dtype) in members.items():
+            opened.write(entries[name].read().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _tensors(file: Path) -> dict[str, Entry]:
+    with open(file, "rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    dtypes = {name: dtype for dtype, name in NAMES.items()}
+    start, size = 8 + length, file.stat().st_size
+    found = {}
+    for name, told in header.items():
+        begin, end = told["data_offsets"]
+        shape, dtype = tuple(told["shape"]), dtypes[told["dtype"]]
+        if end - begin != _bytes(shape, dtype) or start + end > size:
+            raise CheckpointError(f"{file} is damaged: {name} does not fit in it")
+        found[name] = Entry(shape, dtype, partial(_read, file, start + begin, shape, dtype))
+    return found
+
+
+def _read(file: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    data = np.fromfile(file, np.uint8, _bytes(shape, dtype), offset=start)
+    return torch.from_numpy(data).view(dtype).view(shape)

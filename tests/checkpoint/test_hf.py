@@ -1,0 +1,113 @@
+"""A model of transformers trained in parts, exported whole under its own names, and loaded back."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from lightning_par import DeepSpeedTarget, HybridParallelStrategy, convert
+from lightning_par.checkpoint import CheckpointError, hf, open_checkpoint
+from lightning_par.checkpoint.whole import write_native
+from lightning_par.recipes.hf import HFCausalLM
+from tests.checkpoint.fits import QUIET, world_size
+from tests.checkpoint.synthetic import synthetic
+from tests.harness import run_world
+from tests.harness.models import token_loader
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 28,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+PROMPT = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def _module(tied: bool) -> HFCausalLM:
+    torch.manual_seed(0)
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    return HFCausalLM(LLAMA | {"tie_word_embeddings": tied}, optimizer=optimizer, decay_steps=5)
+
+
+def _train(layout: dict[str, int], folder: Path, tied: bool) -> dict[str, torch.Tensor] | None:
+    strategy = HybridParallelStrategy(**layout)
+    trainer = L.Trainer(devices=world_size(layout), strategy=strategy, max_steps=2, **QUIET)
+    trainer.fit(_module(tied), token_loader(4, rows=8, **strategy.distributed_sampler_kwargs))
+    trainer.save_checkpoint(folder)
+    return strategy.full_state_dict()
+
+
+def _logits(folder: Path, **options: Any) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()(input_ids=PROMPT).logits
+
+
+def _logits_of(weights: dict[str, torch.Tensor], tied: bool) -> torch.Tensor:
+    module = _module(tied)
+    module.load_state_dict(weights)
+    with torch.no_grad():
+        return module.model.eval()(input_ids=PROMPT).logits
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [({"dp": 1}, True), pytest.param({"tp": 2, "pp": 2}, False, marks=pytest.mark.slow)],
+    ids=["one rank, tied", "tp2 pp2"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_from_pretrained_gives_the_logits_of_the_trained_model(layout: dict[str, int], tied: bool, tmp_path: Path) -> None:
+    weights = run_world(_train, world_size(layout), layout, tmp_path / "last", tied)[0]
+    report = convert(tmp_path / "last", tmp_path / "out", "hf")
+    assert report.rounded == ()
+    assert torch.equal(_logits(tmp_path / "out", dtype=torch.float32), _logits_of(weights, tied))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["architectures"], config["num_hidden_layers"], config["num_attention_heads"]) == (["LlamaForCausalLM"], 3, 4)
+    back = run_world(_load, 1, tmp_path / "out", tied)[0]
+    for name, value in weights.items():
+        assert torch.equal(back[name], value), name
+
+
+def _load(folder: Path, tied: bool) -> dict[str, torch.Tensor]:
+    module = _module(tied)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.add_(1.0)
+    trainer = L.Trainer(devices=1, strategy=HybridParallelStrategy(dp=1), **QUIET)
+    trainer.validate(module, token_loader(4, rows=4), ckpt_path=folder, verbose=False)
+    return trainer.strategy.full_state_dict()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_many_files_and_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = run_world(_train, 1, {"dp": 1}, tmp_path / "last", False)[0]
+    monkeypatch.setattr(hf, "SHARD", 8000)
+    report = convert(tmp_path / "last", tmp_path / "out", "hf", target=DeepSpeedTarget(dtype="bf16"))
+    assert len(report.rounded) == report.tensors
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    half = {name: value.bfloat16().float() for name, value in weights.items()}
+    assert torch.equal(_logits(tmp_path / "out", dtype=torch.float32), _logits_of(half, False))
+    (first, *_) = sorted((tmp_path / "out").glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=rf"{first.name} is damaged"):
+        open_checkpoint(tmp_path / "out")
+
+
+def test_a_module_without_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
+    write_native(synthetic(), tmp_path / "last")
+    with pytest.raises(CheckpointError, match="does not tell of a model of Hugging Face transformers"):
+        convert(tmp_path / "last", tmp_path / "out", "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
