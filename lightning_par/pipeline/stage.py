@@ -126,7 +126,7 @@ class AfterLayers(_StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PipelineError(
             f"{self._name} lives on the last pipeline stage, but another stage has come to it. On every other stage the step must end "
-            "inside the layer list: is this module called before the layers, or did the model not run all of them?"
+            "inside the layer list. If the model calls this module before the layers, register it before them; if not, did it run them all?"
         )
 
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_par import DynamicLossScale, HybridParallelStrategy, ParallelPrecision
 from lightning_par.layout import ModelFacts
 from lightning_par.strategy.facts import model_facts
+from tests.harness import run_world
 from tests.harness.models import TinyGPT, mlp, token_loader
 from tests.harness.parity import Run, assert_same, fit, fit_world
 
@@ -104,3 +106,37 @@ def test_P1_layers_spread_in_another_way(layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize("layout", [ZB_H1, _slow(ZBV | {"pp": 3})])
 def test_L12_accumulated_batches_add_up(layout: dict[str, Any]) -> None:
     _compare(layout, False, accumulate_grad_batches=2)
+
+
+class Overflowing(TinyGPT):
+    """One gradient of one pipeline stage is infinite, in the second step."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(layers=4)
+        self.stage, self.losses = stage, []
+
+    def on_after_backward(self) -> None:
+        if len(self.losses) == 1 and self.trainer.strategy.mesh.pp.index == self.stage:
+            next(p for p in self.parameters() if p.grad is not None).grad.view(-1)[0] = torch.inf
+
+    def on_train_batch_end(self, outputs: dict[str, Tensor], *_: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
+def _overflow(layout: dict[str, Any], stage: int) -> tuple[Any, list[float]]:
+    precision = ParallelPrecision("16-mixed", loss_scale=DynamicLossScale(initial=1024.0))
+    strategy = HybridParallelStrategy(**layout)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(devices=2, accelerator="cpu", strategy=strategy, plugins=[precision], max_steps=3, **quiet)
+    module = Overflowing(stage)
+    trainer.fit(module, LOADER(rows=12))  # the same batch again and again
+    return trainer.precision_plugin.scale, module.losses
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("layout", [{"pp": 2}, ZB_H1])
+def test_P17_an_overflow_on_one_stage_skips_the_step_on_all(layout: dict[str, Any], stage: int) -> None:
+    (scale, losses), other = run_world(_overflow, 2, layout, stage)
+    assert other == (scale, losses)
+    assert (scale.scale, scale.skipped) == (512.0, 1)
+    assert losses[2] == losses[1] < losses[0], "the first step was taken, the second was not"
