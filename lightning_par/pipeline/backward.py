@@ -12,7 +12,8 @@ other nodes lead to parameters only; they hang on the inner nodes as *branches*:
 
 Part B runs the inner nodes, which autograd does without computing what branches off, and keeps the gradient that comes to each
 node with branches. Part W runs each of these nodes again, for its branches alone, down to their parameters, whose gradients are
-accumulated in the usual way, through the usual hooks. The graph is alive until then.
+accumulated in the usual way, through the usual hooks. The graph is alive until then. A hook on a tensor in between sees its gradient in
+both parts if branches hang there; one on a parameter sees it once.
 
 A parameter can wait for part W if it hangs on one node only (a weight used twice would receive, from the later use, what flows through
 the earlier one too), and if that node can do half of its work: a custom ``autograd.Function`` computes all its gradients always (and may

@@ -17,6 +17,7 @@ comes back (the end of a step, forward-only passes) it is let go two messages la
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +109,8 @@ def _free_places(lane: list[_Message], back: list[_Message]) -> list[int | None]
     """After which forward or backward of the sender each send's buffer goes; None for the end of its list."""
     found: list[int | None] = []
     for i, message in enumerate(lane):
-        answer = next((answer for answer in back if answer.sent_after >= message.used_by), None)
+        first = bisect_left(back, message.used_by, key=lambda answer: answer.sent_after)
+        answer = back[first] if first < len(back) else None
         later = lane[i + PLACES_BEHIND] if i + PLACES_BEHIND < len(lane) else None
         found.append(answer.used_by if answer else later.sent_after if later else None)
     return found
