@@ -110,6 +110,7 @@ def convert(
         raise CheckpointError(f"format={format!r}: choose one of {', '.join(WRITERS)}")
     with put_in_place(Path(dst)) as path:
         source = open_checkpoint(src)
+        source.check()
         source = hf_part(source) if format == "hf" else _named(source) if optimizer else without_optimizer(source)
         progress = progress or Silent()
         progress.begin(sum(map(_bytes, source.entries.values())))

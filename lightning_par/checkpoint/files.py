@@ -19,10 +19,10 @@ import pickle
 import re
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -57,8 +57,13 @@ def load(file: Path, stubs: Mapping[str, type] | None = None) -> Any:
 
 def save(value: Any, file: Path, pickle_module: Any = pickle) -> None:
     """``torch.save``, through to the disk."""
+    write_through(file, lambda opened: torch.save(value, opened, pickle_module=pickle_module))
+
+
+def write_through(file: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Return when what ``write`` wrote lies on the disk."""
     with open(file, "wb") as opened:
-        torch.save(value, opened, pickle_module=pickle_module)
+        write(opened)
         opened.flush()
         os.fsync(opened.fileno())
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from lightning_par.checkpoint.deepspeed.write import DTYPES, Target
 from lightning_par.checkpoint.errors import CheckpointError
+from lightning_par.checkpoint.files import write_through
 from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZERS, Entry, Source
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -128,12 +128,13 @@ def _write(file: Path, members: Mapping[str, tuple[tuple[int, ...], torch.dtype]
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(file, "wb") as opened:
+
+    def write(opened: IO[bytes]) -> None:
         opened.write(struct.pack("<Q", len(text)) + text)
         for name, (_, dtype) in members.items():
             opened.write(entries[name].read().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
-        opened.flush()
-        os.fsync(opened.fileno())
+
+    write_through(file, write)
 
 
 def _tensors(file: Path) -> dict[str, Entry]:

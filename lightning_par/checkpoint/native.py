@@ -7,19 +7,24 @@ Note [A complete folder]
     last/
       .metadata, __0_0.distcp, __1_0.distcp, ...   torch.distributed.checkpoint: every tensor, as boxes of the whole
       meta.pt                                      everything else, in plain containers
+      sums.json                                    size and CRC-32 of each of these files, so that damage is found and named
 
-Ranks write into ``last.partial``; when all have written, rank 0 adds ``meta.pt`` and renames the folder to ``last``. So a folder under
-its own name is complete, and one called ``*.partial`` never is. If ``last`` exists, it is first renamed to ``last.replaced`` and
-deleted once the new one has its name: at every moment one of them is complete, and reading falls back on ``last.replaced``.
+Ranks write into ``last.partial``; when all have written, rank 0 adds ``meta.pt`` and ``sums.json`` and renames the folder to ``last``.
+So a folder under its own name is complete, and one called ``*.partial`` never is. If ``last`` exists, it is first renamed to
+``last.replaced`` and deleted once the new one has its name: at every moment one of them is complete, and reading falls back on
+``last.replaced``. Loading reads every file once more than it must, each rank its share of them, and stops before anything is loaded if one
+is not what was written.
 
 Nothing in the folder depends on the layout: tensors are named and shaped as in the user's whole module.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,11 +36,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_par.checkpoint.errors import CheckpointError
+from lightning_par.checkpoint.files import write_through
 from lightning_par.checkpoint.shard import LoadPlanner, SavePlanner, Shard
 from lightning_par.checkpoint.source import require_fit
 from lightning_par.comm import Group
 
-META, PARTIAL, REPLACED = "meta.pt", ".partial", ".replaced"
+META, INDEX, SUMS, PARTIAL, REPLACED = "meta.pt", ".metadata", "sums.json", ".partial", ".replaced"
+CHUNK = 2**24
+Sums = dict[str, tuple[int, int]]
+"""Size and CRC-32 of files, by name."""
 
 
 def save(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], meta: Mapping[str, Any], world: Group) -> None:
@@ -47,8 +56,42 @@ def save(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], meta: Map
     target = Path(folder)
     partial = target.with_name(target.name + PARTIAL)
     _on_rank_0(world, lambda: _begin(target, partial))
-    _everywhere(world, lambda: _write(partial, tensors, world))
-    _on_rank_0(world, lambda: _complete(target, partial, meta))
+    mine: Sums = {}
+    _everywhere(world, lambda: mine.update(_write(partial, tensors, world)))
+    sums = {name: told for rank in world.gather_objects(mine) for name, told in rank.items()}
+    _on_rank_0(world, lambda: _complete(target, partial, meta, sums))
+
+
+def check(folder: str | os.PathLike[str], *, index: int = 0, ranks: int = 1) -> None:
+    """Read the files again and compare them with what was written: one in ``ranks`` of them, from ``index`` on. Sizes of all.
+
+    Raises:
+        CheckpointError: files are missing, cut short or damaged; all of them are named.
+    """
+    source = complete_folder(folder)
+    if not (source / SUMS).is_file():  # written before there were sums
+        return
+    with _damage_is_named(source):
+        sums: Sums = {name: tuple(told) for name, told in json.loads((source / SUMS).read_text()).items()}
+    faults = []
+    for place, (name, (size, crc)) in enumerate(sorted(sums.items())):
+        file = source / name
+        if not file.is_file():
+            faults.append(f"{name} is missing")
+        elif file.stat().st_size != size:
+            faults.append(f"{name} has {file.stat().st_size:,} bytes, but {size:,} were written")
+        elif place % ranks == index and _sum(file)[1] != crc:
+            faults.append(f"{name} holds other bytes than were written")
+    if faults:
+        raise CheckpointError(f"checkpoint {source} is damaged: {'; '.join(faults)}")
+
+
+def _sum(file: Path) -> tuple[int, int]:
+    crc, size = 0, 0
+    with open(file, "rb") as opened:
+        while part := opened.read(CHUNK):
+            crc, size = zlib.crc32(part, crc), size + len(part)
+    return size, crc
 
 
 def is_native(folder: str | os.PathLike[str]) -> bool:
@@ -106,7 +149,8 @@ def _begin(target: Path, partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write(partial: Path, tensors: Mapping[str, Shard], world: Group) -> None:
+def _write(partial: Path, tensors: Mapping[str, Shard], world: Group) -> Sums:
+    """Write this rank's files; what they are to be known by."""
     alone = world.size == 1
     try:
         with _no_word_of_single_processes():
@@ -114,6 +158,7 @@ def _write(partial: Path, tensors: Mapping[str, Shard], world: Group) -> None:
     except CheckpointException as error:  # every rank has it, with the errors of all
         mine = error.failures.get(world.index)
         raise CheckpointError("another rank could not write" if mine is None else f"{type(mine[0]).__name__}: {mine[0]}") from error
+    return {file.name: _sum(file) for file in partial.glob(f"__{world.index}_*")}
 
 
 @contextmanager
@@ -124,11 +169,10 @@ def _no_word_of_single_processes() -> Iterator[None]:
         yield
 
 
-def _complete(target: Path, partial: Path, meta: Mapping[str, Any]) -> None:
-    with open(partial / META, "wb") as file:
-        torch.save(dict(meta), file)
-        file.flush()
-        os.fsync(file.fileno())
+def _complete(target: Path, partial: Path, meta: Mapping[str, Any], sums: Sums) -> None:
+    write_through(partial / META, lambda file: torch.save(dict(meta), file))
+    sums = sums | {name: _sum(partial / name) for name in (META, INDEX)}
+    write_through(partial / SUMS, lambda file: file.write(json.dumps(sums, indent=1).encode()))
     replaced = target.with_name(target.name + REPLACED)
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
@@ -139,7 +183,7 @@ def _complete(target: Path, partial: Path, meta: Mapping[str, Any]) -> None:
 
 def _found(folder: Path) -> Path | None:
     for candidate in (folder, folder.with_name(folder.name + REPLACED)):
-        if (candidate / META).is_file() and (candidate / ".metadata").is_file() and not candidate.name.endswith(PARTIAL):
+        if (candidate / META).is_file() and (candidate / INDEX).is_file() and not candidate.name.endswith(PARTIAL):
             return candidate
     return None
 

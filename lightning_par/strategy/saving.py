@@ -118,6 +118,7 @@ class Holdings:
         source, fault = None, None
         try:
             source = open_checkpoint(filepath)
+            source.check(index=self.mesh.rank, ranks=self.mesh.world.size)
         except CheckpointError as error:
             fault = str(error)
         faults = {rank: text for rank, text in enumerate(self.mesh.world.gather_objects(fault)) if text is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_par.checkpoint import CheckpointError, Shard, is_native, native, read_index, read_meta, read_tensors, save
+from lightning_par.checkpoint import CheckpointError, Shard, convert, is_native, native, read_index, read_meta, read_tensors, save
 from lightning_par.comm import Mesh
 from lightning_par.layout import ParallelLayout, ShardSpec, Span
+from tests.checkpoint.fits import fit, fit_world
 from tests.harness import WorldError, run_world
 
 
@@ -184,3 +186,47 @@ def test_damage_is_named(tmp_path: Path, damaged: str, how: str) -> None:
         file.unlink()
     with pytest.raises(CheckpointError, match=r"last is (damaged or incomplete|not a complete checkpoint)"):
         _assert_holds(folder, 1.0) if is_native(folder) else read_meta(folder)
+
+
+FILES = ["__0_0.distcp", "__1_0.distcp", "meta.pt", ".metadata"]
+
+
+def test_every_file_is_known_by_its_sum(tmp_path: Path) -> None:
+    run_world(_save, 2, tmp_path / "last")
+    assert sorted(json.loads((tmp_path / "last/sums.json").read_text())) == sorted(FILES)
+    assert {path.name for path in (tmp_path / "last").iterdir()} == {*FILES, "sums.json"}
+    native.check(tmp_path / "last")
+
+
+@pytest.mark.parametrize("damaged", FILES)
+@pytest.mark.parametrize("how", ["a bit", "cut", "gone"])
+def test_damage_is_found_and_the_file_is_named(tmp_path: Path, damaged: str, how: str) -> None:
+    folder = tmp_path / "last"
+    run_world(_save, 2, folder)
+    file = folder / damaged
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(data if how == "a bit" else data[:-3])
+    with pytest.raises(CheckpointError, match=rf"last is not a complete|{damaged} (is missing|has .* bytes, but|holds other bytes)"):
+        all(native.check(folder, index=index, ranks=3) is None for index in range(3))
+
+
+def _resume(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        fit({"dp": 2}, 2, resume=folder)
+    return str(error.value)
+
+
+def test_a_flipped_bit_stops_all_ranks_before_anything_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "last"
+    fit_world({"dp": 2}, 1, save=folder)
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+    for message in run_world(_resume, 2, folder):
+        assert "__0_0.distcp holds other bytes than were written" in message
+    with pytest.raises(CheckpointError, match="holds other bytes"):
+        convert(folder, tmp_path / "out", "ckpt")
