@@ -119,25 +119,26 @@ def test_P13_keywords_tuples_and_several_tensors_at_the_boundary(size: int) -> N
     run_world(_classifier, size, size)
 
 
-def _frozen() -> None:
+def _frozen(schedule: str) -> None:
     group = pp_group(2)
     for frozen in ("embed.", "layers.", "head."):
         model = gpt(tie=frozen == "embed.")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(frozen))
-        Twin(model, group, "1f1b").train_step(tokens(4, 9), 3)
+        Twin(model, group, schedule).train_step(tokens(4, 9), 3)
     model = gpt()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(("layers.5", "layers.6", "norm", "head")))  # nothing to train on stage 0
-    twin = Twin(model, group, "1f1b")
+    twin = Twin(model, group, schedule)
     twin.train_step(tokens(4, 9), 3)
     for whole in (twin.whole, twin.model):
         whole.requires_grad_(True)  # thawed in mid-training, with the same shapes
     twin.train_step(tokens(4, 9), 3)
 
 
-def test_P10_P11_frozen_stages_and_frozen_ties_train_the_rest() -> None:
-    run_world(_frozen, 2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_P10_P11_frozen_stages_and_frozen_ties_train_the_rest(schedule: str) -> None:
+    run_world(_frozen, 2, schedule)
 
 
 class Watched(nn.Module):
