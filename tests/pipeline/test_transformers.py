@@ -106,6 +106,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
 }
 
 
+SLOW = ("llama", "gpt2", "gpt2_untied")
+"""Of the quick tests left out: there are others of Llama and GPT-2."""
+
+
 def _built(name: str) -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name][0]().double()
@@ -131,7 +135,7 @@ def _parity(name: str, size: int, schedules: list[tuple[str, int]]) -> None:
         pytest.param(3, [("1f1b", 1), ("zb_h1", 1)], id="pp3", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ("llama", "gpt2_untied") else n for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MODELS])
 def test_untouched_models_give_the_gradients_of_one_process(name: str, size: int, schedules: list[tuple[str, int]]) -> None:
     run_world(_parity, size, name, size, schedules)
 
