@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_par.checkpoint.deepspeed import is_deepspeed, is_universal, open_deepspeed, open_universal, write_deepspeed, write_universal
 from lightning_par.checkpoint.deepspeed.write import Target
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.files import put_in_place
+from lightning_par.checkpoint.files import give_back, put_in_place
 from lightning_par.checkpoint.hf import hf_part, is_hf, open_hf, write_hf
 from lightning_par.checkpoint.native import is_native
 from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Entry, Source
@@ -38,6 +38,9 @@ WRITERS: dict[str, Callable[[Source, Path, Target], None]] = {
     "universal": write_universal,
     "hf": write_hf,
 }
+
+OFTEN = 2**25
+"""Bytes of tensors that are read before memory is given back."""
 
 
 class Progress(Protocol):
@@ -126,7 +129,7 @@ def compare(source: Source, result: Source, progress: Progress) -> list[str]:
         CheckpointError: a tensor is missing in ``result`` or has another checksum; all of them are named.
     """
     faults, rounded = [], []
-    for name, entry in source.entries.items():
+    for name, entry in _watched(source, Silent()).entries.items():
         if name not in result.entries:
             faults.append(f"{name} is missing")
             continue
@@ -172,11 +175,16 @@ def _named(source: Source) -> Source:
 
 
 def _watched(source: Source, progress: Progress) -> Source:
-    """The same; the first reading of each tensor is told."""
+    """The same; the first reading of each tensor is told, and memory is given back now and then."""
     seen: set[str] = set()
+    since = [0]
 
     def watch(name: str, entry: Entry) -> Entry:
         def read() -> Tensor:
+            since[0] += _bytes(entry)
+            if since[0] >= OFTEN:
+                since[0] = 0
+                give_back()
             value = entry.read()
             if name not in seen:
                 seen.add(name)

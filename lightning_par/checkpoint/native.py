@@ -42,7 +42,7 @@ from lightning_par.checkpoint.source import require_fit
 from lightning_par.comm import Group
 
 META, INDEX, SUMS, PARTIAL, REPLACED = "meta.pt", ".metadata", "sums.json", ".partial", ".replaced"
-CHUNK = 2**24
+CHUNK = 2**20
 Sums = dict[str, tuple[int, int]]
 """Size and CRC-32 of files, by name."""
 
