@@ -54,7 +54,7 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     moments: dict[str, Tensor] = field(default_factory=dict)
-    others: dict[str, Tensor] = field(default_factory=dict)
+    others: dict[str, Tensor] = field(default_factory=dict)  # buffers, and below stage 3 the parameters as the module has them
     end: dict[str, Tensor] = field(default_factory=dict)
     scale: float | None = None
 
@@ -81,7 +81,9 @@ def run(stage: int, dtype: str, steps: int, *, first: int = 0, load: Path | None
     """Train this rank for ``steps`` steps, to be saved after ``SAVED`` of them; or load and go on from step ``first``. All ranks call."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
+    import deepspeed.comm.torch
 
+    deepspeed.comm.torch.build_shm_op = lambda: None  # it would compile an extension into the user's cache
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     module = Awkward()
     if load is not None:  # nothing may survive of it; from a universal checkpoint DeepSpeed does not restore what is not trained
@@ -114,6 +116,8 @@ def _look(engine: Any, module: nn.Module, stage: int, outcome: Outcome) -> None:
 
     outcome.scale = float(engine.optimizer.loss_scale) if hasattr(engine.optimizer, "loss_scale") else None
     outcome.others = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    if stage < 3:
+        outcome.others |= {name: param.detach().clone() for name, param in module.named_parameters()}
     if stage == 0:
         return
     if stage < 3:  # DeepSpeed links moments after the first group's step, when those of the others are not there yet

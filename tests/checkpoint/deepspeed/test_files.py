@@ -15,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_par.checkpoint import CheckpointError
-from lightning_par.checkpoint.deepspeed import is_deepspeed, is_universal, open_deepspeed, open_universal, write_deepspeed, write_universal
+from lightning_par.checkpoint.deepspeed import (
+    is_deepspeed,
+    is_universal,
+    names,
+    open_deepspeed,
+    open_universal,
+    write_deepspeed,
+    write_universal,
+)
 from lightning_par.checkpoint.deepspeed.flat import by_parameter, contiguous
 from lightning_par.checkpoint.deepspeed.write import Target
 from lightning_par.checkpoint.files import Scratch, load, put_in_place, save
@@ -171,3 +179,33 @@ def test_scratch_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     assert all(value.tolist() == [0, 1, 2, 3, 4] for value in kept)
     assert math.prod(Scratch(tmp_path).zeros((0, 3), torch.float32).shape) == 0
+
+
+def test_steps_that_are_counted_in_the_group_come_back_by_parameter(tmp_path: Path) -> None:
+    """DeepSpeed's FusedAdam keeps them there."""
+    write_deepspeed(synthetic(), tmp_path / "out", Target(2, 1))
+    file = tmp_path / "out/global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    told = load(file, names.STUBS)
+    base = told["optimizer_state_dict"]["base_optimizer_state"]
+    for place, group in enumerate(base["param_groups"]):
+        group["step"] = int(base["state"][place].pop("step"))
+    save(told, file.with_name("new"), names.pickle_module)
+    file.with_name("new").replace(file)
+    source = open_deepspeed(tmp_path / "out")
+    for name in SHAPES:
+        assert torch.equal(source.read(f"optimizer.0.{name}.step"), torch.tensor(4.0))
+
+
+def test_what_is_not_read_is_named(tmp_path: Path) -> None:
+    write_deepspeed(synthetic(), tmp_path / "out", Target(2, 1))
+    file = tmp_path / "out/global_step4/mp_rank_00_model_states.pt"
+    told = load(file)
+    save(told | {"mp_world_size": 2}, file.with_name("new"))
+    file.with_name("new").replace(file)
+    with pytest.raises(CheckpointError, match=r"2 pipeline or tensor ranks .* ds_to_universal"):
+        open_deepspeed(tmp_path / "out")
+    told["param_shapes"][0]["more"] = torch.Size([100])
+    save(told, file.with_name("new"))
+    file.with_name("new").replace(file)
+    with pytest.raises(CheckpointError, match=r"group 0 of rank 0 has 102 elements, but its parameters fill 202 .*: the layout is unknown"):
+        open_deepspeed(tmp_path / "out")
