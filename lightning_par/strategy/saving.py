@@ -100,7 +100,7 @@ class Holdings:
             tensors |= optimizer["shards"]
         tensors |= state.rng_shards(self.mesh.rank)
         metas = self.mesh.world.gather_objects([optimizer["meta"] for optimizer in optimizers])
-        order = self._whole_orders()
+        order, _ = self._whole_orders()
         merged = [state.merge_optimizer_meta(ranks, order[index]) for index, ranks in enumerate(zip(*metas, strict=True))]
         dropped: list[str] = []
         meta = plain(checkpoint | {OPTIMIZERS: merged, MODULE: state.module_meta(self.part)}, dropped)
@@ -128,8 +128,14 @@ class Holdings:
                 "reads its own part, so it must lie on storage that every rank reaches"
             )
         if source.is_numbered and self.orders:
+            order, certain = self._whole_orders()
+            if not certain:
+                raise CheckpointError(
+                    f"{filepath} numbers the parameters of its optimizer, but the order that configure_optimizers gives them in cannot be "
+                    f"told from the stages of a pipeline: load it once with pp=1 instead of pp={self.mesh.layout.pp}, and save it"
+                )
             frozen = state.module_meta(self.part)["frozen"]
-            source = source.named([[name for group in groups for name in group] for groups in self._whole_orders()], frozen)
+            source = source.named([[name for group in groups for name in group] for groups in order], frozen)
         source = state.in_module(source, self.part)
         return {"state_dict": {}} | source.meta | {_SOURCE: source}
 
@@ -187,7 +193,7 @@ class Holdings:
             source.fill(shards)
             state.restore_rng(shards, self.mesh.rank)
 
-    def _whole_orders(self) -> state.Orders:
+    def _whole_orders(self) -> tuple[state.Orders, bool]:
         return state.merge_orders(self.mesh.world.gather_objects(self.orders), list(dict.fromkeys(self.part.aliases.values())))
 
     def _layout(self) -> dict[str, Any]:

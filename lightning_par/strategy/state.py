@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -100,17 +101,22 @@ def orders(optimizers: Sequence[Optimizer], assembled: Assembled) -> Orders:
     return [[[names[param] for param in group["params"] if param in names] for group in optimizer.param_groups] for optimizer in optimizers]
 
 
-def merge_orders(everyone: Sequence[Orders], module: Sequence[str]) -> Orders:
-    """Of the whole model, from every rank's: that of the module (its first names are given), if every stage of a pipeline keeps to it."""
+def merge_orders(everyone: Sequence[Orders], module: Sequence[str]) -> tuple[Orders, bool]:
+    """Of the whole model, from every rank's, and whether it is certain.
+
+    Stages of a pipeline tell only their part. Where each of them keeps to the order of the module (whose first names are given), so does
+    the whole; otherwise stages follow each other, which is a guess. A stage may lack groups at the end that have nothing in it.
+    """
     place = {name: number for number, name in enumerate(module)}
-    merged: Orders = []
+    certain, merged = True, []
     for optimizers in zip(*everyone, strict=True):
         merged.append([])
-        for groups in zip(*optimizers, strict=True):
+        for groups in zip_longest(*optimizers, fillvalue=[]):
             names = dict.fromkeys(name for group in groups for name in group)
             keeps = all(list(group) == sorted(group, key=place.__getitem__) for group in groups)
+            certain &= keeps or all(list(group) == list(names) for group in groups)
             merged[-1].append(sorted(names, key=place.__getitem__) if keeps else list(names))
-    return merged
+    return merged, certain
 
 
 def module_meta(assembled: Assembled) -> dict[str, Any]:

@@ -184,8 +184,9 @@ def test_ours_goes_on_from_its_checkpoint_as_it_does_itself(made: Made) -> None:
         for mine in (rank[place] for rank in answers):
             assert mine["losses"] == pytest.approx(_mean_losses(made.straight[stage, dtype]), abs=1e-6)
             assert mine["steps"] == SAVED + MORE
+        tolerance = 1e-6 if stage == 3 else 0.0  # DeepSpeed's stage 3 divides gradients by the number of ranks at another moment
         for name, value in made.straight[stage, dtype][0].end.items():
-            torch.testing.assert_close(answers[0][place]["weights"][name], value, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(answers[0][place]["weights"][name], value, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.slow
