@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_par.checkpoint import CheckpointError
+from lightning_par.checkpoint.conversion import Silent, compare
 from lightning_par.checkpoint.deepspeed import (
     is_deepspeed,
     is_universal,
@@ -27,6 +28,7 @@ from lightning_par.checkpoint.deepspeed import (
 from lightning_par.checkpoint.deepspeed.flat import by_parameter, contiguous
 from lightning_par.checkpoint.deepspeed.write import Target
 from lightning_par.checkpoint.files import Scratch, load, put_in_place, save
+from lightning_par.checkpoint.source import Entry
 from lightning_par.checkpoint.whole import open_single
 from tests.checkpoint.synthetic import SHAPES, assert_same, synthetic
 
@@ -209,3 +211,25 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     file.with_name("new").replace(file)
     with pytest.raises(CheckpointError, match=r"group 0 of rank 0 has 102 elements, but its parameters fill 202 .*: the layout is unknown"):
         open_deepspeed(tmp_path / "out")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_our_loss_scale_remembers_goes_there_and_back(stage: int, tmp_path: Path) -> None:
+    remembered = {"scale": 512.0, "good": 2, "left": 2, "last_overflow": 1, "steps": 4, "skipped": 1}
+    write_deepspeed(synthetic(ParallelPrecision=remembered), tmp_path / "out", Target(stage, 2, "fp16"))
+    source = open_deepspeed(tmp_path / "out")
+    scaler = source.facts["loss_scaler"]
+    wanted = {"cur_scale": 512.0, "dynamic": True, "cur_iter": 4, "last_overflow_iter": 1, "cur_hysteresis": 2}
+    assert {key: scaler[key] for key in wanted} == wanted
+    assert source.meta["ParallelPrecision"] == remembered
+
+
+def test_weights_of_half_precision_without_masters_are_widened(tmp_path: Path) -> None:
+    source = synthetic()
+    for name in SHAPES:
+        source.entries[f"model.{name}"] = Entry.of(source.read(f"model.{name}").bfloat16())
+    write_deepspeed(source, tmp_path / "out", Target(2, 2, "bf16"))
+    got = open_deepspeed(tmp_path / "out")
+    for name in SHAPES:
+        assert torch.equal(got.read(f"model.{name}"), source.read(f"model.{name}").float())
+    assert compare(source, got, Silent()) == ["model.fixed"]
