@@ -67,7 +67,7 @@ def module_entries(models: Sequence[Mapping[str, Any]], trained: Mapping[str, En
     names = list(dict.fromkeys(aliases.values()))
     frozen = frozen_fragments(models)
     entries = {f"{MODEL}.{name}": trained.get(name) or frozen.get(name) or Entry.of(model["module"][name]) for name in names}
-    entries |= {name: Entry.of(value) for name, value in model.get(EXTRA, {}).get("rng", {}).items()}
+    entries |= {name: Entry.of(value) for name, value in _ours(model).get("rng", {}).items()}
     buffers = [name for name in names if name in set(model.get("buffer_names") or ())]
     frozen_names = [name for name in names if name not in trained and name not in buffers]
     return entries, {"aliases": aliases, "buffers": buffers, "frozen": frozen_names}
@@ -99,9 +99,10 @@ def client_meta(
 ) -> dict[str, Any]:
     """The user's ``client_state`` (Lightning keeps its own there); what is not in it, from the engine's counters."""
     client = {key: value for key, value in model.items() if key not in ENGINE_KEYS}
-    extra = client.pop(EXTRA, None)
-    if extra is not None:
-        return client | extra["meta"]
+    if EXTRA in client:
+        if extra := _ours(model):
+            return {key: value for key, value in client.items() if key != EXTRA} | extra["meta"]
+        client = {key: value for key, value in client.items() if key not in _STALE}
     schedule = model.get("lr_scheduler")
     counters = {"epoch": 0, "global_step": model.get("global_steps", 0), "lr_schedulers": [schedule] if schedule else []}
     scaler = facts.get("loss_scaler")
@@ -116,6 +117,15 @@ def client_meta(
             "skipped": model.get("skipped_steps", 0),
         }
     return counters | client | {OPTIMIZERS: optimizers, MODULE: dict(told), "deepspeed": dict(facts)}
+
+
+_STALE = (EXTRA, "epoch", "global_step", "loops", "lr_schedulers", LOSS_SCALE)
+
+
+def _ours(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What we added when we wrote it, unless DeepSpeed has trained on since: programs hand the client state on from save to save."""
+    extra = model.get(EXTRA, {})
+    return extra if extra.get("global_steps") == model.get("global_steps") else {}
 
 
 def scaler_facts(shard: Mapping[str, Any]) -> dict[str, Any] | None:

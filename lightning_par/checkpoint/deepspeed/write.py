@@ -131,7 +131,8 @@ class Trained:
         client = {key: value for key, value in self.source.meta.items() if key not in hidden}
         if taken := sorted(client.keys() & names.ENGINE_KEYS):
             raise CheckpointError(f"{self.source.path} holds the keys {', '.join(taken)}, which are the engine's own in DeepSpeed's files")
-        return client | {EXTRA: {"meta": hidden, "rng": {name: entry.read() for name, entry in rng_of(self.source)}}}
+        rng = {name: entry.read() for name, entry in rng_of(self.source)}
+        return client | {EXTRA: {"meta": hidden, "rng": rng, "global_steps": self.source.meta.get("global_step", 0)}}
 
 
 def write_deepspeed(source: Source, folder: Path, target: Target) -> None:

@@ -233,3 +233,19 @@ def test_weights_of_half_precision_without_masters_are_widened(tmp_path: Path) -
     for name in SHAPES:
         assert torch.equal(got.read(f"model.{name}"), source.read(f"model.{name}").float())
     assert compare(source, got, Silent()) == ["model.fixed"]
+
+
+def test_what_only_we_know_does_not_outlive_a_training_by_deepspeed(tmp_path: Path) -> None:
+    """Programs get the client state when they load and give it back when they save."""
+    write_deepspeed(synthetic(), tmp_path / "out", Target(2, 1))
+    file = tmp_path / "out/global_step4/mp_rank_00_model_states.pt"
+    save(load(file) | {"global_steps": 9}, file.with_name("new"))
+    file.with_name("new").replace(file)
+    source = open_deepspeed(tmp_path / "out")
+    assert (source.meta["global_step"], source.meta["epoch"], source.meta["lr_schedulers"]) == (9, 0, [{"last_epoch": 4}])
+    assert not {"loops", "layout"} & source.meta.keys()
+    assert not any(name.startswith("rng.") for name in source.entries)
+    assert [group["params"] for group in source.meta["optimizer_states"][0]["groups"]] == [
+        ["deep.weight", "embed.weight", "up.weight"],
+        ["up.bias", "gain"],
+    ]
