@@ -13,10 +13,10 @@ gradient overflowed is skipped, and the scale goes down; after enough good steps
                                                                      left = hysteresis (unless consecutive), grow
 
 ``shrink`` multiplies by ``backoff_factor`` but never below ``minimum``; ``grow`` multiplies by ``growth_factor`` as long as float32 can
-hold the result. An overflow that would shrink a scale that is at its minimum already has no remedy and raises. With hysteresis 1 and
-no minimum the first rule is that of ``torch.amp.GradScaler``; with 2 that of Megatron-LM's ``DynamicGradScaler``, where every further
-overflow in a row shrinks. The last is DeepSpeed's ``DynamicLossScaler``, where ``interval`` good steps follow one that does not count,
-and an overflow that only costs hysteresis starts the wait anew. They differ in when, never in how, a step is skipped.
+hold the result. An overflow that would shrink a scale that is at its minimum already, or at float32's, has no remedy and raises. With
+hysteresis 1 and no minimum the first rule is that of ``torch.amp.GradScaler``; with 2 that of Megatron-LM's ``DynamicGradScaler``, where
+every further overflow in a row shrinks. The last is DeepSpeed's ``DynamicLossScaler``, where ``interval`` good steps follow one that does
+not count, and an overflow that only costs hysteresis starts the wait anew. They differ in when, never in how, a step is skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 Rule = Literal["torch", "megatron", "deepspeed"]
 DEFAULTS: dict[str, tuple[int, int, float]] = {"torch": (2000, 1, 0.0), "megatron": (1000, 2, 1.0), "deepspeed": (1000, 2, 1.0)}
 """Of each rule: growth_interval, hysteresis, minimum."""
-GREATEST = torch.finfo(torch.float32).max
+GREATEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 class MinimumReachedError(ArithmeticError):
@@ -69,11 +69,11 @@ class LossScale(Protocol):
 class StaticLossScale:
     """The same scale for ever; steps that overflow are skipped."""
 
-    scale: float = 65536.0
+    scale: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale={self.scale!r} must be a finite number above 0")
+        if not _is_scale(self.scale):
+            raise ValueError(f"scale={self.scale!r} must be a number above 0 that float32 holds")
 
     def start(self) -> ScaleState:
         return ScaleState(self.scale)
@@ -119,11 +119,14 @@ class DynamicLossScale:
             for name in ("growth_interval", "hysteresis")
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
         ]
+        numbers = ("minimum", "initial", "growth_factor", "backoff_factor")
+        if wrong := [f"{name}={getattr(self, name)!r} must be a number" for name in numbers if not _is_number(getattr(self, name))]:
+            raise ValueError("; ".join(faults + wrong))
         if not self.minimum >= 0:
             faults.append(f"minimum={self.minimum!r} must be at least 0")
-        if not (math.isfinite(self.initial) and self.initial > 0 and self.initial >= self.minimum):
-            faults.append(f"initial={self.initial!r} must be a finite number above 0 and at least minimum={self.minimum!r}")
-        if not self.growth_factor > 1:
+        if not _is_scale(self.initial) or self.initial < self.minimum:
+            faults.append(f"initial={self.initial!r} must be a number above 0 that float32 holds, and at least minimum={self.minimum!r}")
+        if not 1 < self.growth_factor < math.inf:
             faults.append(f"growth_factor={self.growth_factor!r} must be above 1")
         if not 0 < self.backoff_factor < 1:
             faults.append(f"backoff_factor={self.backoff_factor!r} must lie between 0 and 1")
@@ -144,8 +147,8 @@ class DynamicLossScale:
         spent = replace(state, good=0, left=state.left - 1, last_overflow=state.steps)
         if state.left > 1:
             return spent
-        if self.minimum and state.scale <= self.minimum:
-            raise MinimumReachedError(f"the gradient overflowed with the loss scale at its minimum, {self.minimum:g}")
+        if state.scale <= max(self.minimum, SMALLEST):
+            raise MinimumReachedError(f"the gradient overflowed with the loss scale at its minimum, {state.scale:g}")
         return replace(spent, left=state.left if deepspeed else spent.left, scale=max(state.scale * self.backoff_factor, self.minimum))
 
     def _went_well(self, state: ScaleState) -> ScaleState:
@@ -158,6 +161,14 @@ class DynamicLossScale:
             return state
         grown = state.scale * self.growth_factor
         return replace(state, good=0, left=self.hysteresis, scale=grown if grown <= GREATEST else state.scale)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_scale(value: object) -> bool:
+    return _is_number(value) and SMALLEST <= value <= GREATEST
 
 
 def named_loss_scale(rule: str | float) -> LossScale:

@@ -10,9 +10,11 @@ from torch import Tensor
 
 
 def overflowed(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """1.0 if an element of ``grads`` is not finite, else 0.0: 0-dim, on ``device``. Reads every gradient once, waits for nobody."""
-    grads = [grad for grad in grads if grad.numel()]
+    """[gradients]: 1.0 for each that has an element which is not finite, else 0.0, on ``device``.
+
+    None may be empty. Reads each once, waits for nobody.
+    """
     if not grads:
-        return torch.zeros((), device=device)
-    greatest = torch.stack([norm.float() for norm in torch._foreach_norm(grads, math.inf)])
-    return (~greatest.isfinite()).any().float()
+        return torch.zeros(0, device=device)
+    greatest = torch.stack([norm.float() for norm in torch._foreach_norm(list(grads), math.inf)])
+    return (~greatest.isfinite()).float()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
@@ -27,8 +27,8 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_par.numerics import DynamicLossScale, LossScale, MinimumReachedError, ScaleState, named_loss_scale
-from lightning_par.zero import HALF, HalfWeights, ModelGradients
+from lightning_par.numerics import DynamicLossScale, LossScale, MinimumReachedError, ScaleState, StaticLossScale, named_loss_scale
+from lightning_par.zero import HALF, HalfWeights, ModelGradients, Overflow
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 
@@ -67,10 +67,11 @@ class ParallelPrecision(Precision):
     16-true     float16     float16   float16            float32              float32  float32          float32
     ==========  ==========  ========  =================  ===================  =======  ===============  ==========
 
-    That holds at every ZeRO stage; ``ZeroOptions(reduce_dtype=...)`` changes in which dtype gradients travel. With
-    ``master_weights=False`` there are no masters and checkpoints hold bfloat16. 16-mixed and 16-true scale the loss; see Note [A scaled
-    step]. Steps that overflow are skipped on all ranks, and LR schedulers with them; ``trainer.global_step`` counts every step, skipped or
-    not, as Lightning does. Clipping is by the norm of the whole model's gradient, whatever the layout.
+    Weights that were built in half precision are treated as those of bf16-true and 16-true. All of it holds at every ZeRO stage;
+    ``ZeroOptions(reduce_dtype=...)`` changes in which dtype gradients travel. With ``master_weights=False`` there are no masters and
+    checkpoints hold bfloat16. 16-mixed and 16-true scale the loss; see Note [A scaled step]. Steps that overflow are skipped on all ranks,
+    and LR schedulers with them; ``trainer.global_step`` counts every step, skipped or not, as Lightning does. Clipping is by the norm of
+    the whole model's gradient, whatever the layout.
 
     Args:
         precision: one of the names above.
@@ -80,6 +81,7 @@ class ParallelPrecision(Precision):
         stochastic_rounding: without masters: round weights by chance after each step, which keeps small updates on average.
         float32_modules: of bf16-true and 16-true: names of submodules (``*`` matches anything) or of classes that keep float32 weights and
             compute in float32: norms, routers, losses. Their floating inputs are widened, their outputs (but single numbers) narrowed.
+            A weight that is tied to one outside is refused.
 
     Raises:
         ValueError: ``precision`` is none of these, or an option does not go with it.
@@ -99,6 +101,8 @@ class ParallelPrecision(Precision):
         self.precision, self.mode = precision, MODES[precision]
         is_half = self.mode.weights in HALF
         faults = []
+        if isinstance(float32_modules, str):
+            faults.append(f"float32_modules={float32_modules!r} must be a list of names")
         if loss_scale is not None and not self.mode.scaled:
             faults.append(f"loss_scale is for 16-mixed and 16-true; precision={precision!r} needs none")
         if not master_weights and self.mode.weights != torch.bfloat16:
@@ -152,12 +156,16 @@ class ParallelPrecision(Precision):
             return module
         exempt = _exempt(module, self.float32_modules)
         held = {id(tensor) for part in exempt for tensor in (*part.parameters(), *part.buffers())}
-        held |= {
-            id(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")
-        }  # of rotary positions: 8 bits are not enough
-        module._apply(lambda t: t.to(self.mode.weights) if t.is_floating_point() and id(t) not in held else t)
+        kept = {id(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")}  # of rotary positions
+
+        def convert(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point() or id(tensor) in kept:
+                return tensor
+            return tensor.float() if id(tensor) in held else tensor.to(self.mode.weights)
+
+        module._apply(convert)
         for part in exempt:
-            _compute_in_float32(part)
+            _compute_in_float32(part, self.mode.weights)
         return module
 
     @override
@@ -198,26 +206,32 @@ class ParallelPrecision(Precision):
     @override
     def optimizer_step(self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Step, or skip on all ranks if the gradient overflowed on any. See Note [A scaled step]. All ranks call."""
-        if self.scale is None:
+        if self.scale is None and self.mode.weights not in HALF:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         if isinstance(optimizer, LBFGS):
             raise ValueError(
-                f"LBFGS evaluates the loss several times in one step, which precision={self.precision!r} cannot scale: use bf16"
+                f"LBFGS evaluates the loss several times in one step, but with precision={self.precision!r} a step is one evaluation: use "
+                "32-true, 64-true or bf16-mixed"
             )
-        result = closure()
-        if result is None and model.automatic_optimization:  # training_step skipped the batch
-            self._after_closure(model, optimizer)
-            return result
+        result = closure()  # before the step: what it widens without masters is not needed here
         assert self._gradients is not None, "the strategy has not set up its optimizers yet"
-        overflowed = self._gradients.overflowed(optimizer)
+        skips = result is None and model.automatic_optimization  # training_step skipped the batch
+        if skips:
+            self._gradients.data_parallel.finish()  # there may be gradients of the batches before it, in an accumulation
+        if self.scale is None or skips:
+            self._after_closure(model, optimizer)
+            if self.scale is None:
+                optimizer.step(**kwargs)
+            return result
+        overflow = self._gradients.overflowed(optimizer)
         self._after_closure(model, optimizer)
-        overflow = bool(overflowed.read())
-        self._advance(optimizer, overflow)
-        if not overflow:
+        if not self._advance(optimizer, overflow):
             optimizer.step(**kwargs)
         return result
 
-    def _advance(self, optimizer: Optimizer, overflow: bool) -> None:
+    def _advance(self, optimizer: Optimizer, found: Overflow) -> bool:
+        """The next scale; whether the step is skipped."""
+        overflow = bool(found.anywhere.read())
         assert self.scale is not None
         assert self.rule is not None
         tried, taken = self.steps.get(optimizer, (0, 0))
@@ -226,11 +240,12 @@ class ParallelPrecision(Precision):
         try:
             self.scale = self.rule.after(before, overflow=overflow)
         except MinimumReachedError as error:
-            where = "; ".join(self._gradients.bad_parameters(optimizer))
-            raise RuntimeError(f"{error}. Not finite is the gradient of {where}") from error
+            raise RuntimeError(f"{error}. Not finite is the gradient of {'; '.join(found.names())}") from error
         if overflow:
-            spent = "" if self.scale.scale != before.scale else f", {max(0, self.scale.left - 1)} more may before it shrinks"
+            spends = isinstance(self.rule, DynamicLossScale) and self.scale.scale == before.scale
+            spent = f", {max(0, self.scale.left - 1)} more may before it shrinks" if spends else ""
             rank_zero_info(f"a step was skipped, its gradient overflowed: loss scale {before.scale:g} -> {self.scale.scale:g}{spent}")
+        return overflow
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -244,21 +259,49 @@ class ParallelPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.scale is None else self.scale.state_dict()
+        state = {} if self.scale is None else {"rule": _rule_name(self.rule), "scale": self.scale.state_dict()}
+        steps = self._gradients.data_parallel.rounding_steps if self.half.stochastic_rounding and self._gradients is not None else 0
+        return state | {"rounding_steps": steps} if steps else state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scale is not None and state_dict:
-            self.scale = ScaleState(**state_dict)
+        """Go on with a saved scale. A static one stays as it is, and another rule starts from that scale with nothing counted."""
+        if self._gradients is not None:
+            self._gradients.data_parallel.rounding_steps = state_dict.get("rounding_steps", 0)
+        if self.scale is None or "scale" not in state_dict:
+            return
+        saved, start = ScaleState(**state_dict["scale"]), self.rule.start()
+        if state_dict["rule"] != _rule_name(self.rule):
+            saved = replace(start, scale=saved.scale, steps=saved.steps, skipped=saved.skipped, last_overflow=saved.steps - 1)
+        self.scale = saved if isinstance(self.rule, DynamicLossScale) else replace(saved, scale=start.scale)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A file of Lightning's own has the state of torch's scaler."""
+        theirs = checkpoint.get("MixedPrecision")
+        if type(self).__qualname__ not in checkpoint and theirs and isinstance(self.rule, DynamicLossScale):
+            self.scale = replace(self.rule.start(), scale=theirs["scale"], good=theirs["_growth_tracker"])
+
+
+def _rule_name(rule: LossScale | None) -> str:
+    return rule.rule if isinstance(rule, DynamicLossScale) else type(rule).__name__
 
 
 def _rule(loss_scale: LossScale | GradScaler | str | float | None) -> LossScale:
     if loss_scale is None:
         return DynamicLossScale()
+    if isinstance(loss_scale, GradScaler) and not loss_scale.is_enabled():
+        return StaticLossScale(1.0)
     if isinstance(loss_scale, GradScaler):
         growth = {"growth_factor": loss_scale.get_growth_factor(), "growth_interval": loss_scale.get_growth_interval()}
         return DynamicLossScale(initial=loss_scale.get_scale(), backoff_factor=loss_scale.get_backoff_factor(), **growth)
-    return named_loss_scale(loss_scale) if isinstance(loss_scale, str | int | float) else loss_scale
+    if isinstance(loss_scale, str | int | float):
+        return named_loss_scale(loss_scale)
+    if not (hasattr(loss_scale, "start") and hasattr(loss_scale, "after")):
+        raise ValueError(
+            f"loss_scale={loss_scale!r} must be a DynamicLossScale, a StaticLossScale, a GradScaler, the name of a rule or a number"
+        )
+    return loss_scale
 
 
 def _exempt(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -270,30 +313,36 @@ def _exempt(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
                 found[name].append(submodule)
     if missing := [name for name, modules in found.items() if not modules]:
         raise ValueError(f"float32_modules names {', '.join(missing)}, but the module has no submodule or class of that name")
-    return list(dict.fromkeys(submodule for modules in found.values() for submodule in modules))
+    exempt = list(dict.fromkeys(submodule for modules in found.values() for submodule in modules))
+    inside = {inner for part in exempt for inner in part.modules()}
+    held = {param for part in exempt for param in part.parameters()}
+    for path, submodule in module.named_modules():
+        for name, param in submodule.named_parameters(recurse=False):
+            if submodule not in inside and param in held:
+                raise ValueError(
+                    f"float32_modules names {', '.join(names)}, but a weight of it is tied to {path}.{name}, which is not named: name both "
+                    "or neither"
+                )
+    return exempt
 
 
-def _compute_in_float32(module: nn.Module) -> None:
+def _compute_in_float32(module: nn.Module, narrow: torch.dtype) -> None:
+    """Hook ``module``, once: what comes in is widened, what comes out is ``narrow`` again."""
+    if getattr(module, _FLOAT32, False):
+        return
+    setattr(module, _FLOAT32, True)
+
     def widen(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.is_floating_point() else tensor
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        module._narrow = next((t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()), None)
-        return apply_to_collection((args, kwargs), Tensor, widen)
+    def narrowed(tensor: Tensor) -> Tensor:
+        return tensor.to(narrow) if tensor.is_floating_point() and tensor.dim() else tensor
 
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        dtype = module._narrow
-        narrows = dtype in HALF
-        return apply_to_collection(output, Tensor, lambda t: t.to(dtype) if narrows and t.is_floating_point() and t.dim() else t)
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    module.register_forward_pre_hook(lambda _, args, kwargs: apply_to_collection((args, kwargs), Tensor, widen), with_kwargs=True)
+    module.register_forward_hook(lambda _, args, output: apply_to_collection(output, Tensor, narrowed))
 
 
-def _tensors(data: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(data, Tensor, found.append)
-    return found
+_FLOAT32 = "_lightning_par_float32"
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from lightning_par.context import prepare
 from lightning_par.layout import ParallelLayout, ShardSpec
 from lightning_par.pipeline import Pipeline
 from lightning_par.tensor import shard_module
-from lightning_par.zero import ParameterInfo
+from lightning_par.zero import GuardedParameter, ParameterInfo
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,11 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device) -> Assembled:
 
 def _mark(module: nn.Module, layout: ParallelLayout) -> None:
     """Write on a module that it is about to be cut; refuse one that was."""
+    if any(isinstance(param, GuardedParameter) for param in module.parameters()):
+        raise RuntimeError(
+            f"the weights of {type(module).__name__} are still sharded by an earlier fit with zero=3. Go on with the Trainer that did it "
+            "(it may fit, validate and test in any order), or build a new module and give it the weights by ckpt_path"
+        )
     if cut := getattr(module, _CUT, None):
         raise RuntimeError(
             f"{type(module).__name__} was cut for {cut} by another strategy, so most of its weights are not here. Go on with the Trainer "

@@ -220,7 +220,9 @@ class HybridParallelStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         self._orders = state.orders(self.optimizers, self._part)
         if self._data_parallel is None or self.layout.zero < 3:
-            self._data_parallel = self._shard(self.optimizers)
+            earlier, self._data_parallel = self._data_parallel, self._shard(self.optimizers)
+            if earlier is not None:
+                self._data_parallel.take_over(earlier)
         for optimizer in self.optimizers:
             self._data_parallel.attach(optimizer)
         self.precision_plugin.use(self.root_device, self._gradients)
@@ -250,6 +252,7 @@ class HybridParallelStrategy(ParallelStrategy):
     def teardown(self) -> None:
         module = self._lightning_module
         self._until_teardown.close()
+        self.precision_plugin.steps.clear()
         if self._data_parallel is not None and self.layout.zero == 3:  # values stay sharded: no rank may have room for all of them
             if not module.trainer.interrupted:
                 self._data_parallel.require_alike()
@@ -485,7 +488,7 @@ def _module_violations(layout: ParallelLayout, module: pl.LightningModule) -> li
         found.append(f"tp={layout.tp}: {error}")
     try:
         if layout.pp > 1:
-            place(module, layout.pp * layout.chunks)
+            place(module, layout.pp * layout.chunks, balance=layout.balance)
     except PipelineError as error:
         found.append(f"pp={layout.pp}: {error}")
     return found
@@ -499,6 +502,11 @@ def _loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer
                 f"manual optimization with {axis}={degree}: the step runs on parts of a batch, which only automatic optimization puts "
                 f"together; set automatic_optimization=True, or {axis}=1"
             )
+    if averages(trainer.callbacks) and trainer.checkpoint_callbacks:
+        found.append(
+            "a WeightAveraging callback beside a checkpoint callback: sharded checkpoints have no place for the averages yet; pass "
+            "Trainer(enable_checkpointing=False) and keep trainer.strategy.full_state_dict() after the fit, whose end swaps the averages in"
+        )
     if averages(trainer.callbacks) and layout.tp * layout.pp > 1:
         found.append(
             f"a WeightAveraging callback with tp={layout.tp}, pp={layout.pp}: it keeps a copy of the whole module, which no rank has then; "

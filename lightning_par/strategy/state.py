@@ -31,12 +31,14 @@ def module_shards(assembled: Assembled, data_parallel: DataParallel | None) -> d
     """
     mesh = assembled.mesh
     shards = {}
+    if data_parallel is not None:
+        data_parallel.take_edits()
     for info in assembled.parameters:
         part = data_parallel.sharded_value(info.param) if data_parallel is not None else None
         if part is None:
             shards[info.name] = Shard(info.spec, info.param.detach().reshape(-1), info.counted and mesh.data.index == 0)
         else:
-            shards[info.name] = Shard(*part, info.counted and mesh.replicate.index == 0)
+            shards[info.name] = Shard(*part, data_parallel.writes_value(info.param))
     for name, buffer in persistent_buffers(assembled).items():
         shards[name] = Shard.whole(buffer, writes=mesh.data.index == 0 and mesh.tp.index == 0 and assembled.writes_buffer(name))
     return shards

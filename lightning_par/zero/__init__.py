@@ -4,7 +4,8 @@ from lightning_par.zero.access import full_gradient, full_optimizer_state, full_
 from lightning_par.zero.bucket import ReduceGroups
 from lightning_par.zero.buffers import BufferSync
 from lightning_par.zero.data_parallel import DataParallel
-from lightning_par.zero.gradients import ModelGradients
+from lightning_par.zero.gradients import ModelGradients, Overflow
+from lightning_par.zero.guard import GuardedParameter
 from lightning_par.zero.master import HALF, HalfWeights
 from lightning_par.zero.options import ZeroOptions
 from lightning_par.zero.plan import BucketPlan, ParameterInfo, Slot, plan_buckets
@@ -15,8 +16,10 @@ __all__ = [
     "BucketPlan",
     "BufferSync",
     "DataParallel",
+    "GuardedParameter",
     "HalfWeights",
     "ModelGradients",
+    "Overflow",
     "ParameterInfo",
     "ReduceGroups",
     "Slot",

@@ -20,16 +20,14 @@ def full_parameters(module: nn.Module, *, modify: bool = False) -> Iterator[None
     Args:
         modify: keep what was edited inside, which must be the same on all ranks. At stages 0 to 2 edits are always kept.
     """
-    held = _buckets(module)
-    buckets = [bucket for bucket in held if bucket.stage.frees_values]
+    buckets = [bucket for bucket in _buckets(module) if bucket.stage.frees_values]
     opened = {bucket for bucket in buckets if not bucket.is_whole}
     for bucket in buckets:
         bucket.pin()
     try:
         yield
-        for bucket in held:
-            if modify or not bucket.stage.frees_values:
-                bucket.keep_edits()
+        for bucket in buckets if modify else ():
+            bucket.keep_edits()
     finally:
         for bucket in buckets:
             bucket.unpin()
@@ -53,7 +51,7 @@ def full_optimizer_state(param: nn.Parameter) -> dict[str, Tensor]:
     """The optimizer's state of ``param``: tensors of its shape whole, others (such as a step count) as they are."""
     bucket: Bucket | None = getattr(param, "zero", None)
     if bucket is None:
-        raise ValueError("full_optimizer_state is for ZeRO stages 1 to 3; below, read optimizer.state[param]")
+        raise ValueError("full_optimizer_state is for parameters whose states are sharded; this one is whole: read optimizer.state[param]")
     return bucket.whole_state(param)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -26,6 +27,7 @@ class ReduceGroups:
     Attributes:
         shard: ranks that saw different samples or tokens and share the optimizer's work: gradients are reduce-scattered among them.
         values: the same ranks, for gathering values: apart from ``shard`` since calls on the two may interleave differently on each rank.
+            A group of one: each of them does all the work, and gradients are all-reduced.
         replicate: groups of such ranks that do the same work: over them each span is summed again.
         replicas: by how many samples' gradients are divided: context shards of one replica are pieces of one loss, so they only add.
         data: shard · replicate.
@@ -81,13 +83,14 @@ class Bucket:
         half: HalfWeights = HalfWeights(),  # noqa: B008 (frozen)
     ) -> None:
         self.plan, self.groups, self.stage = plan, groups, stage
-        self.owned = plan.owned(groups.shard.size, groups.shard.index) if stage.shards_optimizer else Span(0, plan.size)
+        self.owned = plan.owned(groups.values.size, groups.values.index) if stage.shards_optimizer else Span(0, plan.size)
+        self.is_cut = stage.shards_optimizer and groups.values.size == groups.shard.size
         self.device = plan.slots[0].info.param.device
         self.params = [slot.info.param for slot in plan.slots]
         self.half, self.is_half = half, plan.kind.dtype in HALF
         self.grad_dtype = torch.float32 if self.is_half else plan.kind.dtype  # in which gradients add up
         self.reduce_dtype = reduce_dtype or self.grad_dtype
-        self.scale = 1.0 / groups.replicas
+        self.loss_scale = 1.0
         self.state = State.IDLE
         # Of which parameters gradients are here and no longer in ``param.grad``:
         self.taken: set[int] = set()  # those of the pass that is to be reduced, with what came before, scaled
@@ -128,8 +131,8 @@ class Bucket:
         if self.state in (State.REDUCING, State.REDUCED):
             raise RuntimeError(
                 f"{self.plan.slots[index].info.name} got a second gradient after its first was sent. In one backward pass reentrant "
-                "activation checkpointing does this: use torch.utils.checkpoint with use_reentrant=False. In a loop of your own call "
-                "finish() after every backward"
+                "activation checkpointing does this: use torch.utils.checkpoint with use_reentrant=False. In manual optimization call "
+                "self.manual_backward(loss) in place of loss.backward(), in a loop without Lightning finish() after every backward"
             )
         self.begin()
         view, grad = self._views[index], param.grad
@@ -163,13 +166,13 @@ class Bucket:
             torch.mul(grad, self.scale, out=view)
         self.taken.add(index)
 
-    def rescale(self, scale: float) -> None:
-        """From now on gradients are multiplied by ``scale``; those that came and are not yet reduced are what they would have been."""
+    def rescale(self, loss_scale: float) -> None:
+        """From now on losses are multiplied by this; gradients that came and are not yet reduced are what they would have been."""
         for index in range(len(self.params)) if self.state is State.COLLECTING else ():
             param, view = self.params[index], self._views[index]
             if index in self.widened or param.grad is view:
-                view.mul_(self.scale / scale)
-        self.scale = scale
+                view.mul_(loss_scale / self.loss_scale)
+        self.loss_scale = loss_scale
 
     def forget(self, param: nn.Parameter) -> None:
         """What came of its gradient in passes before the last never came."""
@@ -190,8 +193,10 @@ class Bucket:
             whole, self._travelling = self._grads, self._reduced
         else:
             whole = self._grads.to(self.reduce_dtype)
-            self._travelling = torch.empty_like(self._reduced, dtype=self.reduce_dtype) if self.stage.shards_optimizer else whole
-        if self.stage.shards_optimizer:
+            self._travelling = torch.empty_like(self._reduced, dtype=self.reduce_dtype) if self.is_cut else whole
+            if self.stage.frees_gradients:
+                self._grads.untyped_storage().resize_(0)
+        if self.is_cut:
             self._work = self.groups.shard.reduce_scatter(self._travelling, whole, async_op=True)
         else:
             self._work = self.groups.shard.all_reduce(self._travelling, async_op=True)
@@ -210,6 +215,8 @@ class Bucket:
             self.groups.tp.all_reduce(self._travelling)
         if self._travelling.dtype != self._reduced.dtype:
             self._reduced.copy_(self._travelling)
+        if self._late != 1.0:
+            self._reduced.mul_(self._late)
         self._travelling = None
         if self.stage.frees_gradients:
             self._grads.untyped_storage().resize_(0)
@@ -262,7 +269,22 @@ class Bucket:
     def again(self) -> float:
         """What published gradients must be multiplied with before they take part in one more reduction, which leaves them as they are."""
         times = self.groups.data.size * max(1, len(self.plan.kind.stages)) * (self.groups.tp.size if self.plan.kind.partial else 1)
-        return 1.0 / (self.scale * times)
+        return 1.0 / (self.scale * self._late * times)
+
+    @property
+    def scale(self) -> float:
+        """What makes a gradient a share of the mean: one over replicas and, unless it shall travel in float16, over the loss's scale."""
+        return 1.0 / (self.groups.replicas * (1.0 if self._scale_travels else self.loss_scale))
+
+    @property
+    def _late(self) -> float:
+        """What is left to multiply the sum with."""
+        return 1.0 / self.loss_scale if self._scale_travels else 1.0
+
+    @property
+    def _scale_travels(self) -> bool:
+        """In float16 small gradients need the scale until they have arrived."""
+        return self.reduce_dtype == torch.float16
 
     def begin(self) -> None:
         """Before whole gradients are written for the first time since the last publication."""
@@ -330,13 +352,19 @@ class Bucket:
         self.span = mine.clone() if self.stage.frees_values else mine
         self.master: Master | None = None
         if self.is_half and self.plan.kind.trained:
-            self.master = Master(self.span, self.half, seed=self.groups.shard.index)
+            self.master = Master(
+                self.span, self.half, [self._key(slot) for slot in self.plan.slots if slot.span.intersect(self.owned).size]
+            )
         self._whole = True
         self.shards = [shard for slot in self.plan.slots if (shard := self._cut(slot)) is not None]
         if self.master is not None:
             self.master.rest()
         if self.stage.frees_values:
             self.free()
+
+    def _key(self, slot: Slot) -> tuple[Span, int, int]:
+        part = slot.span.intersect(self.owned)
+        return part.shift(-self.owned.start), part.start - slot.span.start, zlib.crc32(slot.info.name.encode())
 
     def _cut(self, slot: Slot) -> Shard | None:
         part = slot.span.intersect(self.owned)
@@ -401,19 +429,24 @@ class Bucket:
             unguard(param)
 
     def keep_edits(self) -> None:
-        """Whole values were edited, equally on all ranks; what this rank keeps of them follows."""
-        if self.stage.frees_values:
-            self.span.copy_(self.values[self.owned.slice()])
-        if self.master is not None:
-            self.master.keep_edits()
+        """Stage 3: whole values were edited, equally on all ranks; this rank's span takes them over (and a master follows its span)."""
+        self.span.copy_(self.values[self.owned.slice()])
 
     def before_step(self) -> None:
         """An optimizer is about to update this rank's shards."""
         if self.master is not None:
             self.master.before_step()
 
+    def loaded(self) -> None:
+        """What this rank keeps of its span was read from a checkpoint. All sharding ranks call."""
+        self.wait()
+        if self.master is not None:
+            self.master.loaded()
+        if not self.stage.frees_values:
+            self.gather()
+
     def after_step(self) -> None:
-        """It did, or they were loaded; at stages 1 and 2 the other ranks' are fetched. All sharding ranks call."""
+        """It did; at stages 1 and 2 the other ranks' are fetched. All sharding ranks call."""
         self.wait()
         if self.master is not None:
             self.master.after_step()
@@ -436,14 +469,14 @@ class Bucket:
         """Put together what ``part`` says of every rank's shard of ``param``; None where no rank has it. All sharding ranks call."""
         slot = next(slot for slot in self.plan.slots if slot.info.param is param)
         mine = [(shard, value) for shard in self.shards if shard.slot is slot and (value := part(shard.param)) is not None]
-        dtypes = [dtype for dtype in self.groups.shard.gather_objects(mine[0][1].dtype if mine else None) if dtype is not None]
+        dtypes = [dtype for dtype in self.groups.values.gather_objects(mine[0][1].dtype if mine else None) if dtype is not None]
         if not dtypes:
             return None
         span = torch.zeros(self.owned.size, dtype=dtypes[0], device=self.device)
         for shard, value in mine:
             span[shard.place.slice()] = value.reshape(-1)
         whole = span.new_empty(self.plan.size)
-        self.groups.shard.all_gather(whole, span)
+        self.groups.values.all_gather(whole, span)
         return whole[slot.span.slice()].view(slot.info.spec.block_shape).clone()
 
     def whole_state(self, param: nn.Parameter) -> dict[str, Tensor]:
@@ -453,7 +486,7 @@ class Bucket:
         kinds: dict[str, bool] = {}
         for part, state in states.items():
             kinds |= {key: isinstance(value, Tensor) and value.shape == part.shape for key, value in state.items()}
-        everyone = self.groups.shard.gather_objects((kinds, {k: v for s in states.values() for k, v in s.items() if not kinds[k]}))
+        everyone = self.groups.values.gather_objects((kinds, {k: v for s in states.values() for k, v in s.items() if not kinds[k]}))
         whole: dict[str, Tensor] = {}
         for key, is_cut in sorted({key: is_cut for theirs, _ in everyone for key, is_cut in theirs.items()}.items()):
             if is_cut:

@@ -82,6 +82,7 @@ class DataParallel:
         self.infos, self.groups, self.stage, self.options = tuple(infos), groups, stage, options or ZeroOptions()
         self.kept, self.half, self.scaled = STAGES[stage], half, scaled
         self._loss_scale = 1.0
+        self._group_counts: dict[Optimizer, int] = {}
         self._info = {info.param: info for info in self.infos}
         self._spec: dict[nn.Parameter, ShardSpec] = {info.param: info.spec for info in self.infos}
         self._sync, self._hold, self._next, self._collected = True, False, 0, 0
@@ -106,7 +107,7 @@ class DataParallel:
                     self._handles.append(param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, index)))
             self._register_shards(bucket)
         self._unsharded = {info.param for info in self.infos} - self._shards.keys()
-        alone = [bucket for bucket in self.buckets if bucket.groups.shard.size == 1]
+        alone = [bucket for bucket in self.buckets if bucket.groups.values.size == 1]
         self._unsharded |= {shard.param for bucket in alone for shard in bucket.shards}
         bucketed = {param for bucket in self.reduced for param in bucket.params}
         for m in module.modules():
@@ -115,25 +116,26 @@ class DataParallel:
         self._frozen = [info for info in self.infos if info.param not in bucketed and not info.param.requires_grad]
 
     def _lay_out(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Bucket]:
-        needing_whole = [optimizer for optimizer in optimizers if not is_elementwise(optimizer) and not self.kept.frees_values]
-        whole = {p for optimizer in needing_whole for group in optimizer.param_groups for p in group["params"]}
+        needing_whole = [optimizer for optimizer in optimizers if not is_elementwise(optimizer)]
+        whole_ones = {p for optimizer in needing_whole for group in optimizer.param_groups for p in group["params"]}
+        whole = frozenset() if self.kept.frees_values else frozenset(whole_ones)
         self._units = find_units(module, self.options.units, self.options.min_unit_bytes) if self.kept.frees_values else {}
         self._unit_names = _names(module, self._units)
         self._owner = assign(module, self._units) if self.kept.frees_values else None
         ignored = self._ignored(module)
         members = [info for info in self.infos if info.param not in ignored and self._needs_bucket(info)]
         ranks = self.groups.shard.size if self.kept.shards_optimizer else 1
-        plans = plan_buckets(members, ranks, self.options.bucket_bytes, units=self._owner, whole=frozenset(whole))
+        plans = plan_buckets(members, ranks, self.options.bucket_bytes, units=self._owner, whole=whole)
         buckets = [self._bucket(plan, self.kept) for plan in plans]
         apart = [info for info in self.infos if info.param in ignored and self._needs_bucket(info)]
-        plans = plan_buckets(apart, 1, self.options.bucket_bytes)
+        plans = plan_buckets(apart, 1, self.options.bucket_bytes, whole=frozenset(whole_ones))
         return buckets + [self._bucket(plan, STAGES[0]) for plan in plans]
 
     def _bucket(self, plan: BucketPlan, stage: Stage) -> Bucket:
-        """Half-precision parameters that stay whole are updated through masters too: as on a single sharding rank, with many replicas."""
+        """Half-precision parameters that stay whole are updated through masters too, by every rank."""
         groups = self.groups
         if plan.kind.dtype in HALF and not stage.shards_optimizer:
-            stage, groups = STAGES[1], replace(groups, shard=Group("shard"), values=Group("values"), replicate=groups.data)
+            stage, groups = STAGES[1], replace(groups, values=Group("values"))
         return Bucket(plan, groups, stage, self.options.reduce_dtype, self.half)
 
     def _needs_bucket(self, info: ParameterInfo) -> bool:
@@ -200,7 +202,10 @@ class DataParallel:
         if self._reduces:
             for bucket in self.reduced[self._next :]:
                 bucket.launch()
-            used = self._used_anywhere()
+            flags = self._start_flags()
+            for bucket in self.reduced:  # all of them before anybody waits for flags: a replica may wait for this rank's span
+                bucket.collect()
+            used = self._used_anywhere(flags)
             for bucket in self.reduced:
                 bucket.publish([next(used) for _ in bucket.params])
             self._next = self._collected = 0
@@ -218,10 +223,12 @@ class DataParallel:
         self.require_alike()
         check = hash(tuple(gathered)) & 0xFFFFFFFF
         ends = torch.tensor([check, -check]).to(self.buckets[0].device, non_blocking=True)
-        self._last_pass = gathered, Later(ends, self.groups.values.all_reduce(ends, "max", async_op=True))
+        self._last_pass = gathered, Later(ends, self.groups.shard.all_reduce(ends, "max", async_op=True))
 
     def require_alike(self) -> None:
         """Stage 3: ranks that gathered different units got each other's values. Found out when a pass is over, told before the next is.
+
+        Ranks that gathered unequally many wait for each other until the timeout instead.
 
         Raises:
             RuntimeError: on every rank.
@@ -230,7 +237,7 @@ class DataParallel:
             return
         (gathered, ends), self._last_pass = self._last_pass, None
         if ends.read().sum().item():
-            used = self.groups.values.gather_objects([self._unit_names[unit] for unit in gathered])
+            used = self.groups.shard.gather_objects([self._unit_names[unit] for unit in gathered])
             first = next(index for index, theirs in enumerate(used) if theirs != used[0])
             raise RuntimeError(
                 f"at zero=3 all ranks must use the same layers in the same order, but rank {self.groups.shard.ranks[0]} fetched "
@@ -282,7 +289,7 @@ class DataParallel:
                 "the optimizer in configure_optimizers, from self.parameters()"
             )
         self._require_whole(optimizer)
-        groups = len(optimizer.param_groups)
+        self._group_counts[optimizer] = groups = len(optimizer.param_groups)
         self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda optimizer, *_: _refuse_groups(optimizer, groups)))
         if not self._shards:
             return
@@ -297,7 +304,7 @@ class DataParallel:
                 bucket.optimizer_of |= {shard.param: optimizer for shard in bucket.shards if shard.slot.info.param in held}
         sharded = [bucket for bucket in reversed(self.buckets) if bucket.stage.shards_optimizer]  # in the order of the forward pass
         updated = [bucket for bucket in sharded if any(param in held for param in bucket.params)]
-        self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda *_: [bucket.before_step() for bucket in updated] and None))
+        self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda *_: _each_before_step(updated)))
         self._optimizer_hooks.append(optimizer.register_step_post_hook(lambda *_: self._stepped(updated)))
 
     def _stepped(self, updated: list[Bucket]) -> None:
@@ -308,8 +315,40 @@ class DataParallel:
             self.residency.drop()
 
     def loaded(self) -> None:
-        """The values of shards were read from a checkpoint. All ranks call."""
-        self._stepped([bucket for bucket in self.buckets if bucket.stage.shards_optimizer])
+        """What ``sharded_value`` gave was read from a checkpoint. All ranks call."""
+        for bucket in self.buckets:
+            if bucket.stage.shards_optimizer:
+                bucket.loaded()
+        if self.residency is not None:
+            self.residency.drop()
+
+    def take_edits(self) -> None:
+        """Where half-precision values were edited since the last step, masters follow, as they would before the next one."""
+        for bucket in self.buckets:
+            if bucket.stage.shards_optimizer and bucket.master is not None and bucket.master.stays:
+                bucket.master.before_step()
+
+    def take_over(self, earlier: DataParallel) -> None:
+        """Go on with the exact values that ``earlier`` kept of the same parameters under the same options. All ranks call."""
+        earlier.take_edits()
+        for info in self.infos:
+            ours, theirs = self.sharded_value(info.param), earlier.sharded_value(info.param)
+            if ours is not None and theirs is not None and ours[0] == theirs[0]:
+                ours[1].copy_(theirs[1])
+        self.loaded()
+
+    @property
+    def rounding_steps(self) -> int:
+        """Steps that stochastic rounding has seen: what it depends on besides names and places."""
+        return max(
+            (bucket.master.steps for bucket in self.reduced if bucket.stage.shards_optimizer and bucket.master is not None), default=0
+        )
+
+    @rounding_steps.setter
+    def rounding_steps(self, steps: int) -> None:
+        for bucket in self.reduced:
+            if bucket.stage.shards_optimizer and bucket.master is not None:
+                bucket.master.steps = steps
 
     def _cut_state(self, optimizer: Optimizer) -> None:
         """What the optimizer's state holds of whole parameters already (Adagrad starts with some) becomes that of its shards."""
@@ -318,7 +357,7 @@ class DataParallel:
             for part in self._shards[param]:
                 span = self._spec[part].span.slice()
                 optimizer.state[part] = {
-                    key: value.reshape(-1)[span].clone().view(part.shape)
+                    key: value.reshape(-1)[span].to(part.dtype if value.is_floating_point() else value.dtype, copy=True).view(part.shape)
                     if isinstance(value, Tensor) and value.shape == param.shape
                     else copy.deepcopy(value)
                     for key, value in state.items()
@@ -370,7 +409,7 @@ class DataParallel:
             return
         assert self.scaled, "DataParallel(scaled=True) is for losses that are scaled"
         for bucket in self.reduced:
-            bucket.rescale(1.0 / (bucket.groups.replicas * scale))
+            bucket.rescale(scale)
         self._loss_scale = scale
 
     def settle_values(self) -> None:
@@ -388,12 +427,20 @@ class DataParallel:
 
     def gradients(self, optimizer: Optimizer) -> list[GradientShard]:
         """The gradients that this rank's ``optimizer`` is about to use."""
+        if optimizer in self._group_counts:
+            _refuse_groups(optimizer, self._group_counts[optimizer])
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         return [GradientShard(param.grad, self._counts(param)) for param in params]
 
     def _counts(self, param: nn.Parameter) -> bool:
         """Of all ranks over which ``ModelGradients`` sums, this one counts the gradient of ``param``."""
         return self._info[param].counted and (param not in self._unsharded or not self.disjoint or self.groups.shard.index == 0)
+
+    def writes_value(self, param: nn.Parameter) -> bool:
+        """Of all ranks that hold this part of a parameter's values, this one saves it."""
+        bucket = self._bucket_of.get(param)
+        alike = self.groups.data if bucket is None or bucket.groups.values.size == 1 else self.groups.replicate
+        return self._info[param].counted and alike.index == 0
 
     def writes(self, param: nn.Parameter) -> bool:
         """Of all ranks whose optimizers hold this part of a parameter, this one saves it."""
@@ -411,11 +458,14 @@ class DataParallel:
         shards: list[tuple[str, Tensor]] = []
         over_tp: list[tuple[str, Tensor]] = []
         for info in self.infos:
-            part = self.sharded_value(info.param)
-            value = (info.name, info.param if part is None else part[1])
-            (whole if part is None else shards).append(value)
-            if info.spec.is_whole:
-                over_tp.append(value)
+            part, bucket = self.sharded_value(info.param), self._bucket_of.get(info.param)
+            values = [] if bucket is not None and bucket.stage.frees_values else [(info.name, info.param)]
+            whole += values
+            if part is not None:
+                kept = (f"the master of {info.name}" if values else info.name, part[1])
+                (whole if bucket.groups.values.size == 1 < self.groups.shard.size else shards).append(kept)
+                values.append(kept)
+            over_tp += values if info.spec.is_whole else []
         check_replicas(self.groups, whole, shards, over_tp)
 
     @property
@@ -428,6 +478,7 @@ class DataParallel:
         self.settle_values()
         for hook in self._optimizer_hooks:
             hook.remove()
+        self._group_counts.clear()
         self._optimizer_hooks.clear()
         self.clear()
 
@@ -449,8 +500,6 @@ class DataParallel:
         bucket = self._bucket_of.get(param)  # after ``close`` too
         if bucket is None or not (bucket.stage.frees_values or (bucket.master is not None and bucket.master.stays)):
             return None
-        if not bucket.stage.frees_values:
-            bucket.keep_edits()
         for shard in bucket.shards:
             if shard.slot.info.param is param:
                 kept = bucket.kept(shard)
@@ -488,17 +537,22 @@ class DataParallel:
         members = [bucket for bucket in self.buckets if bucket.stage.frees_values and bucket.plan.kind.unit == unit]
         return all(bucket.plan.kind.trained and bucket.state in (State.REDUCING, State.REDUCED) for bucket in members)
 
-    def _used_anywhere(self) -> Iterator[bool]:
-        """For each parameter of each bucket, in order: some data rank used it. One small reduction; read back only where it matters."""
-        used = [flag for bucket in self.reduced for flag in bucket.used]
-        flags = torch.tensor(used, dtype=torch.int32)
+    def _start_flags(self) -> Tensor:
+        """Find out which parameters some data rank used: one small reduction."""
+        flags = torch.tensor([flag for bucket in self.reduced for flag in bucket.used], dtype=torch.int32)
         if self.reduced:
             flags = flags.to(self.reduced[0].device, non_blocking=True)
             self._flags.wait()
             self._flags = self.groups.data.all_reduce(flags, "max", async_op=True)
-            if not all(used):
-                self._flags.wait()
-        return iter(used if all(used) else flags.bool().tolist())
+        return flags
+
+    def _used_anywhere(self, flags: Tensor) -> Iterator[bool]:
+        """The answer for each parameter of each bucket, in order; read back only where this rank did not use all itself."""
+        used = [flag for bucket in self.reduced for flag in bucket.used]
+        if all(used):
+            return iter(used)
+        self._flags.wait()
+        return iter(flags.bool().tolist())
 
     def _refuse_unfrozen(self) -> None:
         unfrozen = [info.name for info in self._frozen if info.param.grad is not None]
@@ -507,6 +561,11 @@ class DataParallel:
                 f"{', '.join(unfrozen)} got a gradient, but was frozen when training was set up, so its gradient is not averaged: unfreeze "
                 "parameters before trainer.fit (below zero=3 a second fit is fine)"
             )
+
+
+def _each_before_step(buckets: list[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.before_step()
 
 
 def _names(module: nn.Module, units: dict[nn.Module, int]) -> dict[int, str]:

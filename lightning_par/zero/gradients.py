@@ -53,14 +53,27 @@ class ModelGradients:
         """Clamp every element of the gradients to ``[-limit, limit]``."""
         clip_by_value(self.data_parallel.gradients(optimizer), limit)
 
-    def overflowed(self, optimizer: Optimizer) -> Later:
-        """Whether any element of ``optimizer``'s gradients is infinite or NaN on any rank: a 0-dim tensor that is not 0."""
-        flag = overflowed([shard.grad for shard in self.data_parallel.gradients(optimizer)], self.device)
-        return Later(flag, self.world.all_reduce(flag, "max", async_op=True))
+    def overflowed(self, optimizer: Optimizer) -> Overflow:
+        """Look for an infinity or NaN in ``optimizer``'s gradients on every rank."""
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        params = [param for param in held if param.grad is not None and param.grad.numel()]
+        mine = overflowed([param.grad for param in params], self.device)
+        anywhere = mine.max() if params else torch.zeros((), device=self.device)
+        return Overflow(self, params, mine, Later(anywhere, self.world.all_reduce(anywhere, "max", async_op=True)))
 
-    def bad_parameters(self, optimizer: Optimizer) -> list[str]:
-        """The first parameter with such a gradient, of each rank that has one."""
-        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        bad = next((self.data_parallel.held(param)[0] for param in params if not param.grad.isfinite().all()), None)
-        everyone = self.world.gather_objects(bad)
-        return [f"{name} on rank {rank}" for rank, name in zip(self.world.ranks, everyone, strict=True) if name is not None]
+
+@dataclass(frozen=True)
+class Overflow:
+    """What ``ModelGradients.overflowed`` found. ``anywhere`` reads as a 0-dim tensor that is not 0 if any rank found something."""
+
+    gradients: ModelGradients
+    params: list[Tensor]
+    mine: Tensor
+    anywhere: Later
+
+    def names(self) -> list[str]:
+        """The first parameter that has it, of each rank that has one. All ranks of the world call."""
+        bad = [self.gradients.data_parallel.held(param)[0] for param, flag in zip(self.params, self.mine.tolist(), strict=True) if flag]
+        world = self.gradients.world
+        everyone = world.gather_objects(bad[:1])
+        return [f"{name} on rank {rank}" for rank, names in zip(world.ranks, everyone, strict=True) for name in names]

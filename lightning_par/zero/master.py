@@ -11,10 +11,13 @@ to the nearest, which loses small updates, or stochastically, which keeps them o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lightning_par.layout import Span
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -40,34 +43,38 @@ class Master:
     """The float32 twin of a flat span of half-precision values.
 
     Args:
-        span: of this rank, kept equal to the rounded master.
-        seed: of stochastic rounding; equal on ranks that keep equal spans.
+        span: of this rank; between steps the rounded master, unless somebody edits it.
+        keys: for each part of the span: its place, the place of its first element in its parameter, and a number that stands for
+            that parameter: with these, stochastic rounding does not depend on how parameters are laid out.
     """
 
-    def __init__(self, span: Tensor, half: HalfWeights, seed: int) -> None:
-        self.span, self.stays = span, half.masters
+    def __init__(self, span: Tensor, half: HalfWeights, keys: Sequence[tuple[Span, int, int]]) -> None:
+        self.span, self.stays, self._stochastic, self._keys = span, half.masters, half.stochastic_rounding, keys
         self.values = span.float()
-        self._rounding = torch.Generator(span.device).manual_seed(seed) if half.stochastic_rounding else None
+        self.steps = 0
 
     def before_step(self) -> None:
-        """The optimizer is about to read and write ``values``."""
-        if not self.stays:
+        """The optimizer is about to read and write ``values``. Where the span was edited since the last step they follow it."""
+        if self.stays:
+            edited = self.span != self.values.to(self.span.dtype)
+            torch.where(edited, self.span.float(), self.values, out=self.values)
+        else:
             self.values.untyped_storage().resize_(self.values.nbytes)
             self.values.copy_(self.span)
 
     def after_step(self) -> None:
         """It did."""
-        if self._rounding is None:
-            self.span.copy_(self.values)
-        else:
-            self.span.copy_(round_stochastically(self.values, self._rounding))
+        self.span.copy_(self.values)
+        self.steps += 1
+        for place, first, key in self._keys if self._stochastic else ():
+            values = self.values[place.slice()]
+            self.span[place.slice()] = round_stochastically(values, first, key * 1_000_003 + self.steps)
         self.rest()
 
-    def keep_edits(self) -> None:
-        """The span was edited: the master follows where it was, and stays as exact as it is elsewhere."""
+    def loaded(self) -> None:
+        """What is kept was read from a checkpoint."""
         if self.stays:
-            edited = self.span != self.values.to(self.span.dtype)
-            torch.where(edited, self.span.float(), self.values, out=self.values)
+            self.span.copy_(self.values)
 
     def rest(self) -> None:
         """No optimizer needs ``values`` before the next step."""
@@ -75,9 +82,25 @@ class Master:
             self.values.untyped_storage().resize_(0)
 
 
-def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """bfloat16 of float32: the nearer of the two neighbours is the likelier, so that the mean is kept. Infinities and NaN stay."""
-    bits = values.view(torch.int32)
-    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    cut = ((bits + noise) & -(1 << 16)).view(torch.float32)
+def round_stochastically(values: Tensor, first: int, seed: int) -> Tensor:
+    """bfloat16 of float32: the nearer of the two neighbours is the likelier, so that the mean is kept. Infinities and NaN stay.
+
+    An element's chance is decided by ``seed`` and its number, counted from ``first``: a hash (the finalizer of SplitMix64, Steele et al.,
+    OOPSLA 2014) in place of a random generator.
+    """
+    number = torch.arange(first, first + values.numel(), device=values.device, dtype=torch.int64)
+    number.mul_(_GOLDEN).add_(_signed(seed * _SPREAD))  # spread, lest one step's noise is another's, shifted
+    for shift, factor in ((30, _MIX1), (27, _MIX2)):
+        number.bitwise_xor_((number >> shift) & ((1 << (64 - shift)) - 1)).mul_(factor)
+    noise = ((number >> 40) & 0xFFFF).to(torch.int32)
+    cut = ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), cut, values).to(torch.bfloat16)
+
+
+def _signed(number: int) -> int:
+    """The int64 with the last 64 bits of ``number``."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_GOLDEN, _MIX1, _MIX2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_SPREAD = 0xD1342543DE82EF95

@@ -100,7 +100,7 @@ def plan_buckets(
     units: Mapping[nn.Parameter, int] | None = None,
     whole: frozenset[nn.Parameter] = frozenset(),
 ) -> list[BucketPlan]:
-    """Lay parameters out for ``ranks`` sharding ranks, starting a new bucket once one holds ``bucket_bytes``.
+    """Lay parameters out for ``ranks`` sharding ranks, starting a new bucket once one holds ``bucket_bytes`` of gradients.
 
     Args:
         units: stage 3: the unit of each parameter; a unit is laid out together, frozen parameters included, the last unit first.
@@ -118,7 +118,7 @@ def plan_buckets(
     for kind, members in sorted(kinds.items(), key=lambda item: (len(item[0].stages), *item[0][:-1])):
         if kind.stages:  # every stage must find the same order, whatever its own modules are
             members = sorted(members, key=lambda info: info.name)
-        for chunk in _chunks(members, bucket_bytes // kind.dtype.itemsize) if units is None else [members]:
+        for chunk in _chunks(members, bucket_bytes // max(kind.dtype.itemsize, 4)) if units is None else [members]:
             plans.append(_pack_whole(chunk, ranks, kind) if kind.whole else _pack(chunk, ranks, kind))
     return plans
 

@@ -246,21 +246,29 @@ def test_A10_small_updates_add_up_in_a_master_and_by_chance_but_not_in_bfloat16(
 
 
 def test_stochastic_rounding_keeps_the_mean_and_what_is_exact() -> None:
-    generator = torch.Generator().manual_seed(0)
-    exact = torch.randn(1000, generator=generator).to(BF16).float()
-    assert torch.equal(round_stochastically(exact, generator).float(), exact)
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(BF16).float()
+    assert torch.equal(round_stochastically(exact, 0, 1).float(), exact)
     between = torch.full((200_000,), 1.0 + 2**-7 * 0.3)
-    rounded = round_stochastically(between, generator).float()
+    rounded = round_stochastically(between, 0, 1).float()
     assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
     assert rounded.mean().item() == pytest.approx(between[0].item(), abs=5e-5)
     special = torch.tensor([float("inf"), float("-inf"), float("nan"), 3.38e38, 0.0])
-    assert torch.equal(round_stochastically(special, generator).isfinite(), torch.tensor([False, False, False, True, True]))
+    assert torch.equal(round_stochastically(special, 0, 1).isfinite(), torch.tensor([False, False, False, True, True]))
+
+
+def test_stochastic_rounding_draws_anew_each_step_and_for_each_place_alike_wherever_it_lies() -> None:
+    values = torch.full((4096,), 1.0 + 2**-8)
+    whole, again = (round_stochastically(values, 0, seed) for seed in (7, 8))
+    assert torch.equal(whole[1000:1500], round_stochastically(values[1000:1500], 1000, 7))
+    assert 0.45 < (whole != again).float().mean() < 0.55
+    up = (whole > 1).float()
+    assert abs((up[1:] * up[:-1]).mean() - up.mean() ** 2) < 0.03, "neighbours are independent"
 
 
 def _edit() -> None:
     for stage in STAGES:
         module = Net(BF16)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
         mesh, dp = prepared(module, optimizer, stage)
         module(batch(0, 0, mesh.rank, BF16)).square().mean().backward()
         dp.finish()
@@ -269,16 +277,179 @@ def _edit() -> None:
         weight = module.layers[0][0].weight
         with full_parameters(module, modify=True), torch.no_grad():
             weight[0, 0] = 5.0
+        dp.take_edits()
         after = masters(dp)
         changed = mesh.data.gather_objects(sum((after[name] != before[name]).sum().item() for name in before))
         assert sum(changed) == (2 if stage == 0 else 1), f"stage {stage}: {changed}"
-        dp.loaded()
+        optimizer.step()
         with full_parameters(module):
             assert weight[0, 0] == 5.0, f"stage {stage}"
+        if stage < 3:
+            dp.settle_values()
+            with torch.no_grad():
+                weight[0, 0] = 6.0
+            optimizer.step()
+            dp.settle_values()
+            assert weight[0, 0] == 6.0, "an edit in place counts too"
 
 
 def test_an_edit_reaches_the_master_and_leaves_the_others_exact() -> None:
     run_world(_edit, 2)
+
+
+def _swap() -> None:
+    """As an averaging callback does around a validation."""
+    module = Net(BF16)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    mesh, dp = prepared(module, optimizer, 3)
+    module(batch(0, 0, mesh.rank, BF16)).square().mean().backward()
+    dp.finish()
+    optimizer.step()
+    before = masters(dp)
+    with full_parameters(module, modify=True), torch.no_grad():
+        kept = [param.clone() for param in module.parameters()]
+        for param in module.parameters():
+            param.mul_(0.5)
+    with full_parameters(module):
+        assert torch.equal(module.layers[0][0].weight, kept[0] * 0.5)
+    with full_parameters(module, modify=True), torch.no_grad():
+        for param, value in zip(module.parameters(), kept, strict=True):
+            param.copy_(value)
+    dp.take_edits()
+    assert all(torch.equal(value, before[name]) for name, value in masters(dp).items())
+
+
+def test_weights_that_are_swapped_out_and_in_again_leave_masters_exact() -> None:
+    run_world(_swap, 2)
+
+
+def _load() -> None:
+    for half in (HalfWeights(), HalfWeights(masters=False), HalfWeights(False, True)):
+        for stage in STAGES:
+            module = Net(BF16)
+            _, dp = prepared(module, torch.optim.SGD(module.parameters(), lr=1e-3), stage, half=half)
+            for info in dp.infos:
+                part = dp.sharded_value(info.param)
+                (info.param.detach() if part is None else part[1]).fill_(3.0)
+            dp.loaded()
+            with full_parameters(module):
+                assert all(param.eq(3.0).all() for param in module.parameters()), f"{half}, stage {stage}"
+
+
+def test_values_that_were_loaded_are_there_with_masters_and_without() -> None:
+    run_world(_load, 2)
+
+
+class Heads(nn.Module):
+    """Layers of which a rank may use some; those of ``listed`` may be kept whole."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.listed = nn.ModuleList(nn.Linear(5, 5).to(dtype) for _ in range(4))
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, leave_out: bool) -> Tensor:
+        for layer in list(self.listed)[1 if leave_out else 0 :]:
+            x = layer(x)
+        return self.last(x.float())
+
+
+def _unequal(stage: int, replicate: int, ignored: tuple[str, ...]) -> list[Tensor]:
+    module = Heads(BF16 if ignored else F32)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    mesh = Mesh.build(ParallelLayout(zero=stage, replicate=replicate).resolve(torch.distributed.get_world_size()))
+    infos = [ParameterInfo(name, param, ShardSpec.whole(param)) for name, param in module.named_parameters()]
+    options = ZeroOptions(min_unit_mb=0, bucket_mb=1e-5, ignored=ignored)
+    dp = DataParallel(module, infos, ReduceGroups.of(mesh), stage=stage, options=options, optimizers=[optimizer])
+    dp.attach(optimizer)
+    for step in range(3):
+        x = batch(step, 0, mesh.rank, BF16 if ignored else F32)
+        module(x, leave_out=(mesh.rank == 1)).square().mean().backward()
+        dp.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+    with full_parameters(module):
+        return [param.detach().float().clone() for param in module.parameters()]
+
+
+@pytest.mark.parametrize(("stage", "replicate"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
+def test_Z8_ranks_that_use_different_parameters_neither_hang_nor_drift(stage: int, replicate: int) -> None:
+    ignored = ("listed",) if replicate == 1 else ()
+    ranks = run_world(_unequal, 2 * replicate, stage, replicate, ignored, timeout=40)
+    for others in ranks[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(others, ranks[0], strict=True))
+
+
+def _in_backward(dtype: torch.dtype, stage: int) -> tuple[int, int]:
+    """Reductions that start before backward ends, and buckets."""
+    module = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).to(dtype)
+    mesh, dp = prepared(module, torch.optim.SGD(module.parameters(), lr=0.1), stage)
+    with mesh.trace.recording() as sent:
+        module(torch.ones(2, 6, dtype=dtype)).sum().backward()
+        during = len([call for call in sent if call.elements > 10])
+        dp.finish()
+    return during, len(dp.reduced)
+
+
+def _all_in_backward() -> None:
+    for stage in (0, 1, 2):
+        for dtype in (F32, BF16):
+            during, buckets = _in_backward(dtype, stage)
+            assert during == buckets > 1, f"stage {stage}, {dtype}"
+
+
+def test_every_bucket_starts_during_backward_in_half_precision_too() -> None:
+    run_world(_all_in_backward, 2)
+
+
+def _optimizers() -> None:
+    for stage in STAGES:
+        module = Net(BF16)
+        mesh, dp = prepared(module, torch.optim.Adagrad(module.layers.parameters(), lr=1e-3), stage)
+        apart = torch.optim.SGD(module.norm.parameters(), lr=1e-3)
+        dp.attach(apart)  # at stage 0 none of its parameters is sharded
+        (adagrad,) = [optimizer for optimizer in dp._group_counts if optimizer is not apart]
+        module(batch(0, 0, mesh.rank, BF16)).square().mean().backward()
+        dp.finish()
+        adagrad.step()
+        apart.step()
+        assert {state["sum"].dtype for state in adagrad.state.values()} <= {F32}, f"stage {stage}"
+        assert mesh.data.gather_objects(len(adagrad.state))[0] > 0
+
+
+def test_states_that_an_optimizer_starts_with_are_float32_and_optimizers_may_hold_nothing_sharded() -> None:
+    run_world(_optimizers, 2)
+
+
+def _drifted() -> None:
+    for stage in (0, 1, 2):
+        module = Net(BF16)
+        mesh, dp = prepared(module, torch.optim.SGD(module.parameters(), lr=1e-3), stage)
+        dp.check_replicas()
+        with torch.no_grad():
+            module.layers[0][0].weight[0, 0] += mesh.rank
+        with pytest.raises(RuntimeError, match=r"layers\.0\.0\.weight on rank 1"):
+            dp.check_replicas()
+
+
+def test_replicas_of_half_precision_weights_that_drift_are_found() -> None:
+    run_world(_drifted, 2)
+
+
+def _tiny_gradient(reduce_dtype: str | None) -> float:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False))
+    options = ZeroOptions(min_unit_mb=0, reduce_dtype=reduce_dtype)
+    _, dp = prepared(module, torch.optim.SGD(module.parameters(), lr=1.0), 1, options, scaled=True)
+    dp.loss_scale = 65536.0
+    (module(torch.full((1, 2), 1e-8)).sum() * dp.loss_scale).backward()
+    dp.finish()
+    return full_gradient(module[0].weight)[0, 0].item()
+
+
+def test_gradients_that_travel_in_float16_travel_scaled() -> None:
+    for told in run_world(_tiny_gradient, 2, "float16"):
+        assert told == pytest.approx(1e-8, rel=1e-2)
 
 
 def _forgets() -> None:
