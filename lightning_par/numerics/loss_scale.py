@@ -173,4 +173,4 @@ def _is_scale(value: object) -> bool:
 
 def named_loss_scale(rule: str | float) -> LossScale:
     """``torch``, ``megatron``, ``deepspeed`` with their defaults, or a number: a static scale."""
-    return DynamicLossScale(rule) if isinstance(rule, str) else StaticLossScale(float(rule))
+    return DynamicLossScale(rule) if isinstance(rule, str) else StaticLossScale(rule)

@@ -253,6 +253,8 @@ class HybridParallelStrategy(ParallelStrategy):
         module = self._lightning_module
         self._until_teardown.close()
         self.precision_plugin.steps.clear()
+        if self._assembled is None:  # set-up failed: the module is as it was, perhaps sharded by another strategy
+            self._lightning_module = None
         if self._data_parallel is not None and self.layout.zero == 3:  # values stay sharded: no rank may have room for all of them
             if not module.trainer.interrupted:
                 self._data_parallel.require_alike()

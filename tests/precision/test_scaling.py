@@ -365,3 +365,209 @@ def _lbfgs() -> None:
 
 def test_an_optimizer_that_cannot_be_scaled_is_refused() -> None:
     run_world(_lbfgs, 2)
+
+
+class Rows(L.LightningModule):
+    """A few matrices, some of them in half precision, trained on rows of numbers."""
+
+    def __init__(self, *, skip: int = -1, look: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.skip, self.look, self.widened = skip, look, []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        if self.look:
+            shards = [p for group in self.trainer.optimizers[0].param_groups for p in group["params"]]
+            self.widened.append(sum(p.untyped_storage().nbytes() for p in shards))
+        for layer in self.layers:
+            batch = batch + torch.tanh(layer(batch))
+        return None if batch_idx == self.skip else batch.float().square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        for layer in self.layers:
+            batch = batch + layer(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def _numbers(rows: int = 8, replicas: int = 2, rank: int = 0) -> DataLoader:
+    data = torch.randn(rows, 6, generator=torch.Generator().manual_seed(6))
+    return DataLoader(data[rank::replicas], batch_size=1)
+
+
+PURE = {"master_weights": False, "stochastic_rounding": True}
+
+
+def _rows(zero: int, precision: ParallelPrecision, *, steps: int = 4, devices: int = 2, **options: Any) -> tuple[L.Trainer, Rows]:
+    files = {name: options.pop(name, None) for name in ("save", "resume")}
+    module = options.pop("module", None) or Rows()
+    callbacks = [*options.pop("callbacks", []), *([SaveAt(files["save"], steps)] if files["save"] else [])]
+    strategy = HybridParallelStrategy(zero=zero, zero_options={"min_unit_mb": 0})
+    trainer = L.Trainer(devices=devices, strategy=strategy, plugins=[precision], max_steps=steps, callbacks=callbacks, **QUIET, **options)
+    rank = trainer.strategy.distributed_sampler_kwargs["rank"]
+    trainer.fit(module, _numbers(replicas=devices, rank=rank), ckpt_path=files["resume"])
+    return trainer, module
+
+
+def _whole(trainer: L.Trainer) -> dict[str, Tensor]:
+    return trainer.strategy.full_state_dict() or {}
+
+
+def _resumes_rounding(folder: Path) -> None:
+    for zero in (0, 2, 3):
+        straight, _ = _rows(zero, ParallelPrecision("bf16-true", **PURE), steps=8)
+        _rows(zero, ParallelPrecision("bf16-true", **PURE), save=folder / f"{zero}")
+        resumed, _ = _rows(zero, ParallelPrecision("bf16-true", **PURE), steps=8, resume=folder / f"{zero}")
+        theirs = _whole(resumed)
+        assert all(torch.equal(value, theirs[name]) for name, value in _whole(straight).items()), f"zero={zero}"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_without_masters_resumes_bit_for_bit(tmp_path: Path) -> None:
+    run_world(_resumes_rounding, 2, tmp_path)
+
+
+def _looks() -> None:
+    for zero in (0, 2, 3):
+        _, module = _rows(zero, ParallelPrecision("bf16-true", **PURE), module=Rows(look=True))
+        assert module.widened == [0] * 4, "no float32 values while forward and backward run"
+
+
+def test_without_masters_spans_are_wide_in_the_optimizers_step_only() -> None:
+    run_world(_looks, 2)
+
+
+def _nan_and_clipping() -> str:
+    class Bad(Rows):
+        def on_after_backward(self) -> None:
+            if self.trainer.strategy.global_rank == 1:
+                params = [p for group in self.trainer.optimizers[0].param_groups for p in group["params"] if p.grad is not None]
+                params[-1].grad.view(-1)[-1] = math.nan
+                self.bad = self.trainer.strategy.data_parallel.held(params[-1])[0]
+
+    precision = ParallelPrecision("16-mixed", loss_scale=DynamicLossScale("megatron", initial=1.0, hysteresis=1))
+    module = Bad()
+    with pytest.raises(RuntimeError, match="Not finite is the gradient of") as caught:
+        _rows(1, precision, module=module, gradient_clip_val=1.0)
+    return str(caught.value) + f"|{getattr(module, 'bad', '')}"
+
+
+def test_A4_a_nan_is_named_although_clipping_spreads_it() -> None:
+    texts = run_world(_nan_and_clipping, 2)
+    bad = texts[1].split("|")[1]
+    assert all(text.split("|")[0].endswith(f"gradient of {bad} on rank 1") for text in texts)
+
+
+def _two_trainers() -> None:
+    module = Rows()
+    for _ in range(2):
+        _rows(1, ParallelPrecision("bf16-true", float32_modules=["layers.1"]), module=module)
+    assert module.layers[1].weight.dtype == torch.float32
+
+
+def test_a_module_with_float32_parts_may_be_fitted_again() -> None:
+    run_world(_two_trainers, 2)
+
+
+def _embeds() -> None:
+    class Embeds(Rows):
+        def __init__(self, tie: bool) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 6), nn.Linear(6, 5, bias=False)
+            if tie:
+                self.head.weight = self.embed.weight
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            h = self.embed(torch.arange(5, device=batch.device))
+            assert h.dtype == torch.bfloat16
+            return self.head(self.layers[0](h)).float().square().mean()
+
+    _rows(0, ParallelPrecision("bf16-true", float32_modules=["Embedding"]), module=Embeds(tie=False))
+    with pytest.raises(ValueError, match=r"tied to head\.weight, which is not named"):
+        _rows(0, ParallelPrecision("bf16-true", float32_modules=["Embedding"]), module=Embeds(tie=True))
+
+
+def test_float32_parts_may_take_integers_and_ties_are_told() -> None:
+    run_world(_embeds, 2)
+
+
+def _no_lbfgs() -> None:
+    precision = ParallelPrecision("bf16-true")
+    with pytest.raises(ValueError, match="a step is one evaluation: use 32-true"):
+        _update(precision, lambda: Given(GRAD, optimizer=lambda params, lr: torch.optim.LBFGS(params)), 0)
+
+
+def test_lbfgs_is_refused_where_weights_follow_masters() -> None:
+    run_world(_no_lbfgs, 2)
+
+
+def _scales(folder: Path) -> list[float]:
+    _rows(0, ParallelPrecision("16-mixed", loss_scale=DynamicLossScale(initial=1024.0)), save=folder)
+    rules = (StaticLossScale(8.0), DynamicLossScale("megatron", initial=4.0, hysteresis=3), DynamicLossScale(initial=2.0))
+    scales = []
+    for rule in rules:
+        precision = ParallelPrecision("16-mixed", loss_scale=rule)
+        _rows(0, precision, steps=5, resume=folder)
+        scales += [precision.scale.scale, precision.scale.left, precision.scale.steps]
+    return scales
+
+
+def test_a_resumed_run_keeps_its_own_rule(tmp_path: Path) -> None:
+    for scales in run_world(_scales, 2, tmp_path / "last"):
+        assert scales == [8.0, 1, 5, 1024.0, 3, 5, 1024.0, 1, 5]
+
+
+def _again(zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    straight, _ = _rows(zero, ParallelPrecision("bf16-true"), steps=8)
+    trainer, module = _rows(zero, ParallelPrecision("bf16-true"), steps=4)
+    trainer.fit_loop.epoch_loop.max_steps = 8
+    rank = trainer.strategy.distributed_sampler_kwargs["rank"]
+    trainer.fit(module, _numbers(rank=rank))
+    return _whole(straight), _whole(trainer)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_second_fit_goes_on_with_exact_masters(zero: int) -> None:
+    straight, again = run_world(_again, 2, zero)[0]
+    assert straight["layers.0.weight"].dtype == torch.float32
+    for name, value in straight.items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=1e-7)
+
+
+def _half_a_window() -> None:
+    weights = []
+    for strategy in (HybridParallelStrategy(), "auto"):
+        module, plugin = Rows(skip=1), [ParallelPrecision("bf16-true")] if strategy != "auto" else None
+        before = module.layers[0].weight.detach().clone()
+        options = {"plugins": plugin} if plugin else {"precision": "bf16-true"}
+        trainer = L.Trainer(devices=1, strategy=strategy, max_steps=1, accumulate_grad_batches=2, limit_train_batches=2, **QUIET, **options)
+        trainer.fit(module, _numbers(replicas=1))
+        weights.append((module.layers[0].weight.detach().float() - before).abs().max().item())
+    ours, lightnings = weights
+    assert ours == pytest.approx(lightnings, rel=0.3)
+    assert ours > 0
+
+
+def test_a_batch_that_is_skipped_at_the_end_of_an_accumulation_loses_no_gradient() -> None:
+    run_world(_half_a_window, 1)
+
+
+def _sharded_before() -> None:
+    _, module = _rows(3, ParallelPrecision("32-true"))
+    with pytest.raises(RuntimeError, match=r"still sharded by an earlier fit with zero=3\. Go on with the Trainer that did it"):
+        _rows(0, ParallelPrecision("32-true"), module=module)
+
+
+def test_a_module_that_another_trainer_sharded_is_refused_with_the_way_out() -> None:
+    run_world(_sharded_before, 2)
+
+
+@pytest.mark.parametrize("given", [{}, "apex", True, 1e39])
+def test_a_loss_scale_that_is_none_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"loss_scale=|rule=|scale="):
+        ParallelPrecision("16-true", loss_scale=given)
+    with pytest.raises(ValueError, match="must be a list of names"):
+        ParallelPrecision("bf16-true", float32_modules="norm")
+    assert ParallelPrecision("16-true", loss_scale=torch.amp.GradScaler("cpu", enabled=False)).loss_scale == 1.0
