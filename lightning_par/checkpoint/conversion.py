@@ -39,7 +39,7 @@ WRITERS: dict[str, Callable[[Source, Path, Target], None]] = {
     "hf": write_hf,
 }
 
-OFTEN = 2**25
+OFTEN = 2**23
 """Bytes of tensors that are read before memory is given back."""
 
 

@@ -167,7 +167,7 @@ def test_memory_stays_near_the_largest_tensor(tmp_path: Path) -> None:
         command = [sys.executable, "-c", MEASURE, str(previous), str(tmp_path / f"to {format}"), format]
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
         grown = int(done.stdout.split()[-1])
-        assert grown < 2 * LARGEST + 64 * 2**20, f"{format} from {previous.name}: {grown / 2**20:.0f} MiB"
+        assert grown < 2 * LARGEST + 96 * 2**20, f"{format} from {previous.name}: {grown / 2**20:.0f} MiB"
         previous = tmp_path / f"to {format}"
 
 
