@@ -90,14 +90,14 @@ class Bucket:
         self.half, self.is_half = half, plan.kind.dtype in HALF
         self.grad_dtype = torch.float32 if self.is_half else plan.kind.dtype  # in which gradients add up
         self.reduce_dtype = reduce_dtype or self.grad_dtype
-        self.loss_scale = 1.0
+        self._divide_by(1.0)
         self.state = State.IDLE
         # Of which parameters gradients are here and no longer in ``param.grad``:
         self.taken: set[int] = set()  # those of the pass that is to be reduced, with what came before, scaled
         self.widened: set[int] = set()  # those of passes before it, not yet scaled, where ``param.grad`` cannot be a view
         self.used = [False] * len(plan.slots)  # since the last publication
         self.shards: list[Shard] = []
-        self._grads = torch.empty(0)
+        self._flat = self._grads = torch.empty(0)
         self._views: Sequence[Tensor] = ()
         self._travelling: Tensor | None = None
         self._reduced: Tensor | None = None
@@ -172,7 +172,7 @@ class Bucket:
             param, view = self.params[index], self._views[index]
             if index in self.widened or param.grad is view:
                 view.mul_(loss_scale / self.loss_scale)
-        self.loss_scale = loss_scale
+        self._divide_by(loss_scale)
 
     def forget(self, param: nn.Parameter) -> None:
         """What came of its gradient in passes before the last never came."""
@@ -189,16 +189,17 @@ class Bucket:
             if not self.used[index]:
                 self._views[index].zero_()
         self._reduced = self._grads.new_empty(self.owned.size) if self.stage.frees_gradients else self._grads[self.owned.slice()]
-        if self.reduce_dtype == self._grads.dtype:
-            whole, self._travelling = self._grads, self._reduced
-        else:
-            whole = self._grads.to(self.reduce_dtype)
-            self._travelling = torch.empty_like(self._reduced, dtype=self.reduce_dtype) if self.is_cut else whole
-            if self.stage.frees_gradients:
-                self._grads.untyped_storage().resize_(0)
+        if not self.is_cut:
+            self._flags.copy_(torch.tensor(self.used), non_blocking=True)
+        whole = self._flat.to(self.reduce_dtype)  # itself, where it has that dtype
         if self.is_cut:
+            casts = whole.dtype != self._reduced.dtype
+            self._travelling = torch.empty_like(self._reduced, dtype=whole.dtype) if casts else self._reduced
+            if casts and self.stage.frees_gradients:
+                self._grads.untyped_storage().resize_(0)
             self._work = self.groups.shard.reduce_scatter(self._travelling, whole, async_op=True)
         else:
+            self._travelling = whole
             self._work = self.groups.shard.all_reduce(self._travelling, async_op=True)
         self.state = State.REDUCING
 
@@ -214,7 +215,7 @@ class Bucket:
         if self.plan.kind.partial:
             self.groups.tp.all_reduce(self._travelling)
         if self._travelling.dtype != self._reduced.dtype:
-            self._reduced.copy_(self._travelling)
+            (self._reduced if self.is_cut else self._flat).copy_(self._travelling)
         if self._late != 1.0:
             self._reduced.mul_(self._late)
         self._travelling = None
@@ -223,6 +224,10 @@ class Bucket:
         if not self.plan.kind.stages:
             self._merge(self._reduced)
         self.state = State.REDUCED
+
+    def used_anywhere(self) -> list[bool]:
+        """For each slot: some data rank used it. Of a collected bucket whose gradients were summed whole."""
+        return self.used if all(self.used) else self._flags.bool().tolist()
 
     def publish(self, used: list[bool]) -> None:
         """Hand the result out: at stage 0 to the parameters, else to the optimizer's shards.
@@ -271,20 +276,12 @@ class Bucket:
         times = self.groups.data.size * max(1, len(self.plan.kind.stages)) * (self.groups.tp.size if self.plan.kind.partial else 1)
         return 1.0 / (self.scale * self._late * times)
 
-    @property
-    def scale(self) -> float:
-        """What makes a gradient a share of the mean: one over replicas and, unless it shall travel in float16, over the loss's scale."""
-        return 1.0 / (self.groups.replicas * (1.0 if self._scale_travels else self.loss_scale))
-
-    @property
-    def _late(self) -> float:
-        """What is left to multiply the sum with."""
-        return 1.0 / self.loss_scale if self._scale_travels else 1.0
-
-    @property
-    def _scale_travels(self) -> bool:
-        """In float16 small gradients need the scale until they have arrived."""
-        return self.reduce_dtype == torch.float16
+    def _divide_by(self, loss_scale: float) -> None:
+        """What is taken in is multiplied by ``scale``, its sum by ``_late``: small gradients travel scaled where they do so in float16."""
+        late = self.reduce_dtype == torch.float16
+        self.loss_scale = loss_scale
+        self.scale = 1.0 / (self.groups.replicas * (1.0 if late else loss_scale))
+        self._late = 1.0 / loss_scale if late else 1.0
 
     def begin(self) -> None:
         """Before whole gradients are written for the first time since the last publication."""
@@ -304,8 +301,13 @@ class Bucket:
                     param.grad.mul_(self.again)
 
     def _make_gradients(self) -> None:
-        """Whole gradients and a view of them for each slot. What is freed and taken again is the memory behind them."""
-        self._grads = torch.empty(self.plan.size, dtype=self.grad_dtype, device=self.device)
+        """Whole gradients and a view of them for each slot. What is freed and taken again is the memory behind them.
+
+        Where gradients are summed whole, a number for each slot travels behind them: how many ranks used its parameter.
+        """
+        flags = 0 if self.is_cut else len(self.plan.slots)
+        self._flat = torch.empty(self.plan.size + flags, dtype=self.grad_dtype, device=self.device)
+        self._grads, self._flags = self._flat.split([self.plan.size, flags])
         self._views = self._split(self._grads)
         ends = [0, *(slot.span.stop for slot in self.plan.slots)]
         starts = [*(slot.span.start for slot in self.plan.slots), self.plan.size]

@@ -207,7 +207,7 @@ class DataParallel:
                 bucket.collect()
             used = self._used_anywhere(flags)
             for bucket in self.reduced:
-                bucket.publish([next(used) for _ in bucket.params])
+                bucket.publish([next(used) for _ in bucket.params] if bucket.is_cut else bucket.used_anywhere())
             self._next = self._collected = 0
         self.end_pass(backward=True)
 
@@ -538,17 +538,17 @@ class DataParallel:
         return all(bucket.plan.kind.trained and bucket.state in (State.REDUCING, State.REDUCED) for bucket in members)
 
     def _start_flags(self) -> Tensor:
-        """Find out which parameters some data rank used: one small reduction."""
-        flags = torch.tensor([flag for bucket in self.reduced for flag in bucket.used], dtype=torch.int32)
-        if self.reduced:
+        """Find out which parameters of buckets that are cut some data rank used: one small reduction."""
+        flags = torch.tensor([flag for bucket in self.reduced if bucket.is_cut for flag in bucket.used], dtype=torch.int32)
+        if flags.numel():
             flags = flags.to(self.reduced[0].device, non_blocking=True)
             self._flags.wait()
             self._flags = self.groups.data.all_reduce(flags, "max", async_op=True)
         return flags
 
     def _used_anywhere(self, flags: Tensor) -> Iterator[bool]:
-        """The answer for each parameter of each bucket, in order; read back only where this rank did not use all itself."""
-        used = [flag for bucket in self.reduced for flag in bucket.used]
+        """The answer for each parameter of each such bucket, in order; read back only where this rank did not use all itself."""
+        used = [flag for bucket in self.reduced if bucket.is_cut for flag in bucket.used]
         if all(used):
             return iter(used)
         self._flags.wait()

@@ -33,6 +33,9 @@ from torch import nn
 
 from lightning_par.layout import ShardSpec, Span
 
+LEAST_BUCKET = 2**20
+"""Bytes below which cutting a model into several buckets costs more than it hides."""
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -118,9 +121,19 @@ def plan_buckets(
     for kind, members in sorted(kinds.items(), key=lambda item: (len(item[0].stages), *item[0][:-1])):
         if kind.stages:  # every stage must find the same order, whatever its own modules are
             members = sorted(members, key=lambda info: info.name)
-        for chunk in _chunks(members, bucket_bytes // max(kind.dtype.itemsize, 4)) if units is None else [members]:
+        itemsize = max(kind.dtype.itemsize, 4)  # of gradients
+        limit = _small_enough(members, bucket_bytes // itemsize, itemsize) if ranks == 1 else bucket_bytes // itemsize
+        for chunk in _chunks(members, limit) if units is None else [members]:
             plans.append(_pack_whole(chunk, ranks, kind) if kind.whole else _pack(chunk, ranks, kind))
     return plans
+
+
+def _small_enough(members: list[ParameterInfo], limit: int, itemsize: int) -> int:
+    """Where there is too little for four buckets, smaller ones (of a MiB at least), since the last cannot hide behind backward.
+
+    Not where gradients are cut: there more messages cost more than that.
+    """
+    return min(limit, max(sum(info.param.numel() for info in members) // 4, LEAST_BUCKET // itemsize))
 
 
 def _chunks(members: list[ParameterInfo], limit: int) -> Iterator[list[ParameterInfo]]:

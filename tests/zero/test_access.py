@@ -318,7 +318,7 @@ def test_an_output_that_cannot_be_seen_is_an_error_not_a_wrong_gradient() -> Non
 
 def _below_zero_1() -> None:
     module, *_ = _set_up(0)
-    with pytest.raises(ValueError, match="this one is whole: read optimizer.state"):
+    with pytest.raises(ValueError, match=r"this one is whole: read optimizer\.state"):
         full_optimizer_state(module.norm.weight)
 
 
