@@ -22,7 +22,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -m slow || test $$? -eq 5  # 5: no test is marked slow
+	$(BIN)/python -m pytest -q -n 2 -m slow || test $$? -eq 5  # 5: no test is marked slow
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu
