@@ -22,13 +22,13 @@ QUIET: dict[str, Any] = {
     "enable_model_summary": False,
 }
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-TABLE = {  # weights, compute, gradients published, gradients on the wire, masters, optimizer state, checkpoint
-    "32-true": (F32, F32, F32, F32, F32, F32, F32),
-    "64-true": (F64, F64, F64, F64, F64, F64, F64),
-    "bf16-mixed": (F32, BF16, F32, F32, F32, F32, F32),
-    "16-mixed": (F32, F16, F32, F32, F32, F32, F32),
-    "bf16-true": (BF16, BF16, F32, F32, F32, F32, F32),
-    "16-true": (F16, F16, F32, F32, F32, F32, F32),
+TABLE = {  # weights, compute, gradients of backward, published, added up, on the wire, masters, optimizer state, checkpoint
+    "32-true": (F32, F32, F32, F32, F32, F32, F32, F32, F32),
+    "64-true": (F64, F64, F64, F64, F64, F64, F64, F64, F64),
+    "bf16-mixed": (F32, BF16, F32, F32, F32, F32, F32, F32, F32),
+    "16-mixed": (F32, F16, F32, F32, F32, F32, F32, F32, F32),
+    "bf16-true": (BF16, BF16, BF16, F32, F32, F32, F32, F32, F32),
+    "16-true": (F16, F16, F16, F32, F32, F32, F32, F32, F32),
 }
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp2": {"dp": 2},
@@ -44,6 +44,7 @@ class Watch(TinyGPT):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         layer = next(module for name, module in self.named_modules() if name.endswith("q_proj"))
         handle = layer.register_forward_hook(lambda module, args, output: self.seen.add(output.dtype))
+        layer.weight.register_hook(lambda grad: self.came.add(grad.dtype))
         try:
             return super().training_step(batch, batch_idx)
         finally:
@@ -59,14 +60,16 @@ def _fit(precision: str, layout: dict[str, int], folder: Any) -> dict[str, set[t
     assert type(trainer.strategy.precision_plugin) is ParallelPrecision
     assert trainer.precision == precision
     module = Watch(layers=2)
-    module.seen = set()
+    module.seen, module.came = set(), set()
     trainer.fit(module, token_loader(4, **trainer.strategy.distributed_sampler_kwargs))
     trainer.save_checkpoint(folder)
     optimizer, data_parallel = trainer.optimizers[0], trainer.strategy.data_parallel
     return {
         "weights": {p.dtype for p in module.parameters()},
         "compute": module.seen,
+        "backward": module.came,
         "gradients": module.gradients,
+        "sums": {bucket.grad_dtype for bucket in data_parallel.reduced} or module.gradients,
         "wire": {bucket.reduce_dtype for bucket in data_parallel.reduced} or module.gradients,
         "masters": {p.dtype for group in optimizer.param_groups for p in group["params"]},
         "optimizer": {value.dtype for entry in optimizer.state.values() for value in entry.values() if value.dim()},
@@ -79,7 +82,7 @@ def _fit(precision: str, layout: dict[str, int], folder: Any) -> dict[str, set[t
 )
 @pytest.mark.parametrize("precision", TABLE)
 def test_A11_dtypes_are_as_documented(precision: str, layout: str, tmp_path: Any) -> None:
-    kinds = ("weights", "compute", "gradients", "wire", "masters", "optimizer", "checkpoint")
+    kinds = ("weights", "compute", "backward", "gradients", "sums", "wire", "masters", "optimizer", "checkpoint")
     for seen in run_world(_fit, 2, precision, LAYOUTS[layout], tmp_path / "last"):
         assert seen == {kind: {dtype} for kind, dtype in zip(kinds, TABLE[precision], strict=True)}
 
@@ -88,7 +91,7 @@ def _pure(layout: dict[str, int], folder: Any) -> dict[str, Any]:
     precision = ParallelPrecision("bf16-true", master_weights=False, stochastic_rounding=True)
     trainer = L.Trainer(devices=2, strategy=HybridParallelStrategy(**layout), plugins=[precision], max_steps=2, **QUIET)
     module = Watch(layers=2)
-    module.seen = set()
+    module.seen, module.came = set(), set()
     trainer.fit(module, token_loader(4, **trainer.strategy.distributed_sampler_kwargs))
     trainer.save_checkpoint(folder)
     shards = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
