@@ -35,7 +35,7 @@ def check_layout(config: DictConfig) -> ParallelLayout:
     world = local_world_size(config.trainer) * config.trainer.num_nodes
     facts = _model_facts(config.model) | ModelFacts(sequence=config.data.get("sequence_length"))
     violations = layout.violations(world, facts) + _batch_violations(layout, world, config.data.get("batch_size"))
-    if violations := violations + _option_violations(config.parallel.get("zero_options")) + _precision_violations(config.precision):
+    if violations := violations + _option_violations(config.parallel.get("zero_options")) + _precision_violations(config.get("precision")):
         raise LayoutError(violations)
     return layout.resolve(world)
 
@@ -59,7 +59,7 @@ def _option_violations(options: DictConfig | None) -> list[str]:
     return []
 
 
-def _precision_violations(precision: DictConfig) -> list[str]:
+def _precision_violations(precision: DictConfig | None) -> list[str]:
     try:
         instantiate(precision, _convert_="all")
     except InstantiationException as error:
