@@ -259,7 +259,7 @@ class ParallelPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = {} if self.scale is None else {"rule": _rule_name(self.rule), "scale": self.scale.state_dict()}
+        state = {} if self.scale is None else {"rule": _rule_name(self.rule), **self.scale.state_dict()}
         steps = self._gradients.data_parallel.rounding_steps if self.half.stochastic_rounding and self._gradients is not None else 0
         return state | {"rounding_steps": steps} if steps else state
 
@@ -270,8 +270,9 @@ class ParallelPrecision(Precision):
             self._gradients.data_parallel.rounding_steps = state_dict.get("rounding_steps", 0)
         if self.scale is None or "scale" not in state_dict:
             return
-        saved, start = ScaleState(**state_dict["scale"]), self.rule.start()
-        if state_dict["rule"] != _rule_name(self.rule):
+        saved = ScaleState(**{field: state_dict[field] for field in ScaleState.__dataclass_fields__ if field in state_dict})
+        start, rule = self.rule.start(), _rule_name(self.rule)
+        if state_dict.get("rule", rule) != rule:  # DeepSpeed's files do not tell theirs
             saved = replace(start, scale=saved.scale, steps=saved.steps, skipped=saved.skipped, last_overflow=saved.steps - 1)
         self.scale = saved if isinstance(self.rule, DynamicLossScale) else replace(saved, scale=start.scale)
 
