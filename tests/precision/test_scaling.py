@@ -41,10 +41,13 @@ LAYOUTS: dict[str, dict[str, int]] = {
 class Scripted(TinyGPT):
     """Rank 1 finds an infinity in one element of one gradient, at the steps of ``script``."""
 
-    def __init__(self, script: frozenset[int]) -> None:
+    def __init__(self, script: frozenset[int], share: float = 1.0) -> None:
         super().__init__(layers=3)
-        self.script, self.seen = script, []
+        self.script, self.share, self.seen = script, share, []
         self.taken = 0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.share
 
     def on_after_backward(self) -> None:
         strategy = self.trainer.strategy
@@ -72,7 +75,7 @@ def _trainer(layout: dict[str, int], steps: int, precision: ParallelPrecision, *
 def _scripted(layout: dict[str, int], script: frozenset[int], steps: int, rule: DynamicLossScale, **files: Any) -> dict[str, Any]:
     callbacks = [SaveAt(files["save"], steps)] if "save" in files else []
     trainer = _trainer(layout, steps, ParallelPrecision("16-mixed", loss_scale=rule), callbacks=callbacks)
-    module = Scripted(script)
+    module = Scripted(script, files.get("share", 1.0))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         loader = token_loader(4, rows=20, **trainer.strategy.distributed_sampler_kwargs)
@@ -88,10 +91,11 @@ def _scripted(layout: dict[str, int], script: frozenset[int], steps: int, rule: 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_A1_A9_an_infinity_on_one_rank_skips_the_step_and_the_schedule_on_all(layout: str) -> None:
-    ranks = run_world(_scripted, 2, LAYOUTS[layout], frozenset({0, 1, 2}), 6, DynamicLossScale(initial=2.0**16))
+    small = {"share": 2.0**-10}  # so that nothing overflows but by the script
+    ranks = run_world(_files, 2, LAYOUTS[layout], frozenset({0, 1, 2}), 6, DynamicLossScale(initial=2.0**24), small)
     for told in ranks:
         assert told["taken"] == 3
-        assert [row[0] for row in told["seen"]] == [2.0**15, 2.0**14, 2.0**13, 2.0**13, 2.0**13, 2.0**13]
+        assert [row[0] for row in told["seen"]] == [2.0**23, 2.0**22, 2.0**21, 2.0**21, 2.0**21, 2.0**21]
         assert [row[3] for row in told["seen"]] == [1, 2, 3, 3, 3, 3]
         assert [row[4] for row in told["seen"]] == [0.01, 0.01, 0.01, 0.005, 0.0025, 0.00125]
         assert told["global_step"] == 6, "Lightning counts every step"
@@ -141,7 +145,7 @@ def _always(layout: dict[str, int]) -> tuple[list[tuple], str]:
     return [row[:3] for row in module.seen], str(caught.value)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "zero1", "pp2"])
+@pytest.mark.parametrize("layout", [n if n in ("zero1", "pp2") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
 def test_A4_at_the_minimum_the_error_names_the_parameter_and_its_rank(layout: str) -> None:
     for seen, text in run_world(_always, 2, LAYOUTS[layout]):
         assert [scale for scale, *_ in seen] == [16, 8, 4, 2, 1], "one spends the hysteresis, four halve, the sixth raises"
@@ -207,6 +211,44 @@ def _orders() -> None:
 
 def test_A5_A6_A14_gradients_are_unscaled_once_before_hooks_and_clipping_in_every_loop() -> None:
     run_world(_orders, 2)
+
+
+class Norms(TinyGPT):
+    """What the hook before the optimizer's step sees of the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+        self.norms: list[float] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(self.trainer.strategy.grad_norm(optimizer).item())
+
+
+def _clipped(layout: dict[str, int], scale: float | None, clip: float) -> tuple[list[float], dict[str, Tensor] | None]:
+    """One step of plain SGD, so that the update is the clipped gradient."""
+    name = "32-true" if scale is None else "16-mixed"
+    precision = ParallelPrecision(name, loss_scale=None if scale is None else StaticLossScale(scale))
+    trainer, module = _trainer(layout, 1, precision, gradient_clip_val=clip), Norms()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    trainer.fit(module, token_loader(4, **trainer.strategy.distributed_sampler_kwargs))
+    after = trainer.strategy.full_state_dict()
+    return module.norms, None if after is None else {key: (before[key] - after[key]).float() for key in before}
+
+
+@pytest.mark.parametrize("layout", [n if n in ("tp2", "cp2") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+def test_A5_A14_hooks_see_and_clipping_clips_the_norm_of_float32_under_every_layout(layout: str) -> None:
+    for clip, is_clipped in ((0.05, True), (100.0, False)):
+        (norms, exact), _ = run_world(_clipped, 2, LAYOUTS[layout], None, clip)
+        for scale in (1024.0, 2.0**16):
+            (seen, update), _ = run_world(_clipped, 2, LAYOUTS[layout], scale, clip)
+            assert seen == pytest.approx(norms, rel=5e-3)
+            length = math.sqrt(sum(value.square().sum().item() for value in update.values()))
+            assert length == pytest.approx(clip if is_clipped else norms[0], rel=0.01)
+            away = math.sqrt(sum((update[name] - exact[name]).square().sum().item() for name in exact))
+            assert away < 0.02 * length, "the update is that of float32"
 
 
 class Two(L.LightningModule):
