@@ -11,31 +11,28 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.checkpoint import Shard
 from lightning_par.comm import Mesh
 from lightning_par.layout import LayoutError, ParallelLayout, RankGrid
-from lightning_par.pipeline import PipelineError, place
 from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
 from lightning_par.strategy.facts import model_facts
+from lightning_par.strategy.refusals import loop_violations, module_violations
 from lightning_par.strategy.sampling import ReplicaSampler
 from lightning_par.strategy.saving import Attendance, Holdings
 from lightning_par.strategy.schedules import wait_for_steps
 from lightning_par.strategy.steps import Step, StepRunner
-from lightning_par.strategy.weight_averaging import averages, open_weights
-from lightning_par.tensor import PlanError, resolve_plan
+from lightning_par.strategy.weight_averaging import open_weights
 from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions, synchronize_batch_norms
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -161,9 +158,9 @@ class HybridParallelStrategy(ParallelStrategy):
             facts = replace(facts, batch=None)
         violations = self.requested.violations(self.num_nodes * self.num_processes, facts)
         if module is not None and self._fits(trainer):
-            violations += _loop_violations(self.requested, module, trainer)
+            violations += loop_violations(self.requested, module, trainer)
         if module is not None and self._is_whole(module) and not violations:
-            violations += _module_violations(self.requested, module)
+            violations += module_violations(self.requested, module)
         if trainer.state.fn == TrainerFn.PREDICTING and self.requested.cp > 1:
             violations.append(f"predict with cp={self.requested.cp}: outputs of context shards are not joined; use a layout with cp=1")
         if violations:
@@ -478,52 +475,3 @@ def _layout_of(layout: ParallelLayout | None, fields: dict[str, Any]) -> Paralle
     if unknown := [name for name in fields if name not in known]:
         raise TypeError(f"unknown layout fields {', '.join(unknown)}: choose among {', '.join(known)}")
     return replace(layout, **fields) if layout is not None else ParallelLayout(**fields)
-
-
-def _module_violations(layout: ParallelLayout, module: pl.LightningModule) -> list[str]:
-    """What tp and pp would say of the module once ranks run."""
-    found = []
-    try:
-        if layout.tp > 1:
-            resolve_plan(module)
-    except PlanError as error:
-        found.append(f"tp={layout.tp}: {error}")
-    try:
-        if layout.pp > 1:
-            place(module, layout.pp * layout.chunks, balance=layout.balance)
-    except PipelineError as error:
-        found.append(f"pp={layout.pp}: {error}")
-    return found
-
-
-def _loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer: pl.Trainer) -> list[str]:
-    found = []
-    for axis, degree in (("pp", layout.pp), ("cp", layout.cp)):
-        if degree > 1 and not module.automatic_optimization:
-            found.append(
-                f"manual optimization with {axis}={degree}: the step runs on parts of a batch, which only automatic optimization puts "
-                f"together; set automatic_optimization=True, or {axis}=1"
-            )
-    if averages(trainer.callbacks) and trainer.checkpoint_callbacks:
-        found.append(
-            "a WeightAveraging callback beside a checkpoint callback: sharded checkpoints have no place for the averages yet; pass "
-            "Trainer(enable_checkpointing=False) and keep trainer.strategy.full_state_dict() after the fit, whose end swaps the averages in"
-        )
-    if averages(trainer.callbacks) and layout.tp * layout.pp > 1:
-        found.append(
-            f"a WeightAveraging callback with tp={layout.tp}, pp={layout.pp}: it keeps a copy of the whole module, which no rank has then; "
-            "use data, ZeRO or context parallelism with it"
-        )
-    swa = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)
-    if swa and (layout.tp * layout.pp > 1 or layout.zero == 3):
-        found.append(
-            f"the StochasticWeightAveraging callback with tp={layout.tp}, pp={layout.pp}, zero={layout.zero}: it works on a copy of the "
-            "whole module; use data or context parallelism with zero at most 2, or a WeightAveraging callback, which takes zero=3 too"
-        )
-    norms = [name for name, submodule in module.named_modules() if isinstance(submodule, _BatchNorm)]
-    if norms and (layout.pp > 1 or layout.cp > 1):
-        found.append(
-            f"{norms[0]} is a batch norm: with pp={layout.pp}, cp={layout.cp} it would see parts of a batch, and its statistics would be "
-            "others than those of one process; use a norm over features, or pp=1 and cp=1"
-        )
-    return found

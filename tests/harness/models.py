@@ -13,6 +13,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_par.recipes.gpt import GPT, GPTConfig
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Settings of a Trainer that leaves nothing behind."""
+
 
 class Tokens(Dataset):
     """Rows of random token ids, as a causal language model wants them; some labels are ignored.

@@ -12,15 +12,8 @@ from torch import Tensor
 from lightning_par import HybridParallelStrategy, ParallelPrecision
 from lightning_par.checkpoint import read_index
 from tests.harness import run_world
-from tests.harness.models import TinyGPT, token_loader
+from tests.harness.models import QUIET, TinyGPT, token_loader
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 TABLE = {  # weights, compute, gradients of backward, published, added up, on the wire, masters, optimizer state, checkpoint
     "32-true": (F32, F32, F32, F32, F32, F32, F32, F32, F32),

@@ -18,15 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_par import DynamicLossScale, HybridParallelStrategy, ParallelPrecision, StaticLossScale
 from tests.checkpoint.fits import SaveAt
 from tests.harness import run_world
-from tests.harness.models import TinyGPT, token_loader
+from tests.harness.models import QUIET, TinyGPT, token_loader
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp2": {"dp": 2},
     "tp2": {"tp": 2},

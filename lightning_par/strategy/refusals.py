@@ -1,0 +1,62 @@
+"""What a layout cannot do with a module and a Trainer, said before any process starts."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_par.layout import ParallelLayout
+from lightning_par.pipeline import PipelineError, place
+from lightning_par.strategy.weight_averaging import averages
+from lightning_par.tensor import PlanError, resolve_plan
+
+
+def module_violations(layout: ParallelLayout, module: pl.LightningModule) -> list[str]:
+    """What tp and pp would say of the module once ranks run."""
+    found = []
+    try:
+        if layout.tp > 1:
+            resolve_plan(module)
+    except PlanError as error:
+        found.append(f"tp={layout.tp}: {error}")
+    try:
+        if layout.pp > 1:
+            place(module, layout.pp * layout.chunks, balance=layout.balance)
+    except PipelineError as error:
+        found.append(f"pp={layout.pp}: {error}")
+    return found
+
+
+def loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer: pl.Trainer) -> list[str]:
+    """What of training, its callbacks and the module's kind does not go with the layout."""
+    found = []
+    for axis, degree in (("pp", layout.pp), ("cp", layout.cp)):
+        if degree > 1 and not module.automatic_optimization:
+            found.append(
+                f"manual optimization with {axis}={degree}: the step runs on parts of a batch, which only automatic optimization puts "
+                f"together; set automatic_optimization=True, or {axis}=1"
+            )
+    if averages(trainer.callbacks) and trainer.checkpoint_callbacks:
+        found.append(
+            "a WeightAveraging callback beside a checkpoint callback: sharded checkpoints have no place for the averages yet; pass "
+            "Trainer(enable_checkpointing=False) and keep trainer.strategy.full_state_dict() after the fit, whose end swaps the averages in"
+        )
+    if averages(trainer.callbacks) and layout.tp * layout.pp > 1:
+        found.append(
+            f"a WeightAveraging callback with tp={layout.tp}, pp={layout.pp}: it keeps a copy of the whole module, which no rank has then; "
+            "use data, ZeRO or context parallelism with it"
+        )
+    swa = any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks)
+    if swa and (layout.tp * layout.pp > 1 or layout.zero == 3):
+        found.append(
+            f"the StochasticWeightAveraging callback with tp={layout.tp}, pp={layout.pp}, zero={layout.zero}: it works on a copy of the "
+            "whole module; use data or context parallelism with zero at most 2, or a WeightAveraging callback, which takes zero=3 too"
+        )
+    norms = [name for name, submodule in module.named_modules() if isinstance(submodule, _BatchNorm)]
+    if norms and (layout.pp > 1 or layout.cp > 1):
+        found.append(
+            f"{norms[0]} is a batch norm: with pp={layout.pp}, cp={layout.cp} it would see parts of a batch, and its statistics would be "
+            "others than those of one process; use a norm over features, or pp=1 and cp=1"
+        )
+    return found
