@@ -4,10 +4,11 @@ from lightning_par.checkpoint.collect import collect
 from lightning_par.checkpoint.conversion import WRITERS, Report, convert, open_checkpoint, summary
 from lightning_par.checkpoint.deepspeed.write import Target
 from lightning_par.checkpoint.errors import CheckpointError
+from lightning_par.checkpoint.layers import find_layers
 from lightning_par.checkpoint.native import is_native, read_index, read_meta, read_tensors, save
 from lightning_par.checkpoint.plain import plain
 from lightning_par.checkpoint.shard import Shard
-from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, Source
+from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, Joining, Source
 
 __all__ = [
     "MODEL",
@@ -17,12 +18,14 @@ __all__ = [
     "RNG",
     "WRITERS",
     "CheckpointError",
+    "Joining",
     "Report",
     "Shard",
     "Source",
     "Target",
     "collect",
     "convert",
+    "find_layers",
     "is_native",
     "open_checkpoint",
     "plain",

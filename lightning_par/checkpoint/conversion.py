@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_par.checkpoint import numbers
 from lightning_par.checkpoint.deepspeed import is_deepspeed, is_universal, open_deepspeed, open_universal, write_deepspeed, write_universal
 from lightning_par.checkpoint.deepspeed.write import Target
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import give_back, put_in_place
 from lightning_par.checkpoint.hf import hf_part, is_hf, open_hf, write_hf
+from lightning_par.checkpoint.layers import tell_layers
 from lightning_par.checkpoint.native import is_native
-from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Entry, Source
+from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Entry, Joining, Source
 from lightning_par.checkpoint.whole import open_native, open_single, write_native, write_single
 
 READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Source]], ...] = (
@@ -71,8 +73,11 @@ class Report:
     rounded: tuple[str, ...]
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Source:
+def open_checkpoint(path: str | os.PathLike[str], joining: Joining | None = None) -> Source:
     """A checkpoint of any format that we read. Any process may call alone.
+
+    Args:
+        joining: what files of DeepSpeed's pipeline and tensor ranks do not tell.
 
     Raises:
         CheckpointError: there is none, it is incomplete or damaged, or would run code.
@@ -80,11 +85,20 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     place = Path(path)
     for fits, opens in READERS:
         if fits(place):
-            return opens(place)
+            return opens(place) if joining is None else _joined(opens, place, joining)
     raise CheckpointError(
         f"{place} is {'no checkpoint' if place.exists() else 'not there'}: give a complete folder of lightning_par, a .ckpt file of "
         "Lightning, a folder that DeepSpeed's save_checkpoint wrote, a universal checkpoint, or a folder of transformers with safetensors"
     )
+
+
+def _joined(opens: Callable[..., Source], place: Path, joining: Joining) -> Source:
+    if opens is open_deepspeed:
+        return opens(place, joining)
+    if joining.tp_plan is not None:
+        raise CheckpointError(f"tp_plan: {place} holds whole parameters; a plan joins those that tensor ranks of DeepSpeed wrote")
+    source = opens(place)
+    return source if joining.layers is None else tell_layers(source, joining.layers)
 
 
 def convert(
@@ -94,6 +108,8 @@ def convert(
     *,
     target: Target | None = None,
     optimizer: bool = True,
+    layers: Sequence[str] | Mapping[str, str] | None = None,
+    tp_plan: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Write the checkpoint ``src`` anew at ``dst``, in one process, without ranks or devices.
@@ -105,6 +121,10 @@ def convert(
         format: native, ckpt, deepspeed, universal, or hf (the weights of a model of transformers, for ``from_pretrained``).
         target: deepspeed and universal: the stage, number of data ranks and precision of the engine that is to load it; hf: the precision.
         optimizer: take the optimizers' state along.
+        layers: of a pipeline of DeepSpeed: what each layer is in the module, ``["embed", "layers.*", "norm", "head"]``. If it is left out,
+            parameters are named by layer (``3.weight``), and ``ckpt_path`` finds by order what they are in a module.
+        tp_plan: of tensor ranks of DeepSpeed: how each parameter was cut, ``{"layers.*.up": "colwise", "layers.*.qkv": {"dim": 0, "parts":
+            3}}``; see Note [How a parameter was cut] in ``checkpoint.deepspeed.join``.
 
     Raises:
         CheckpointError: ``src`` cannot be read, ``dst`` is there already, the format has no place for something, or the comparison fails.
@@ -112,7 +132,7 @@ def convert(
     if format not in WRITERS:
         raise CheckpointError(f"format={format!r}: choose one of {', '.join(WRITERS)}")
     with put_in_place(Path(dst)) as path:
-        source = open_checkpoint(src)
+        source = open_checkpoint(src, None if layers is None and tp_plan is None else Joining(layers, tp_plan))
         source.check()
         source = hf_part(source) if format == "hf" else _named(source) if optimizer else without_optimizer(source)
         progress = progress or Silent()
@@ -158,7 +178,8 @@ def without_optimizer(source: Source) -> Source:
 
 
 def _named(source: Source) -> Source:
-    """Names for numbers, where the file alone tells them: torch has named them, or one group has all parameters of the module."""
+    """Names for numbers, where the file tells them: torch has named them, one group has all parameters of the module, or shapes do."""
+    source.require_told()
     if not source.is_numbered:
         return source
     metas = source.meta[OPTIMIZERS]
@@ -168,8 +189,12 @@ def _named(source: Source) -> Source:
     names = [name for name in dict.fromkeys(told["aliases"].values()) if name not in told.get("buffers", ())]
     if len(metas) == 1 and len(metas[0]["groups"]) == 1 and len(names) == len(metas[0]["groups"][0]["params"]):
         return source.named([names])
+    shaped = [(name, source.entries[f"{MODEL}.{name}"].shape) for name in names]
+    orders = [numbers.by_shapes(numbers.shapes(source, index), shaped) for index in range(len(metas))]
+    if None not in orders:
+        return source.named([[name for group in order for name in group] for order in orders])
     raise CheckpointError(
-        f"{source.path} numbers the parameters of its optimizer, and does not tell which is which: load it once with "
+        f"{source.path} numbers the parameters of its optimizer, and shapes do not tell which is which: load it once with "
         "trainer.fit(ckpt_path=...), which knows the model, and convert what that saves; or leave the state out with optimizer=false"
     )
 

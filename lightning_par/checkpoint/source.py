@@ -13,7 +13,7 @@ first and one of the second, and a strategy that can load from a ``Source`` can 
               optimizer_states                for each optimizer its groups, with the names of parameters, in the order it got them, and
                                               state that is no tensor
               lightning_par_module            aliases: each key of the state dict, in order, and the first name of what it stands for;
-                                              buffers and frozen: first names
+                                              buffers and frozen: first names; layers: see LAYERS
               ParallelPrecision               what a loss scale remembers: scale, good, left, last_overflow, steps, skipped
 
 Formats that number parameters instead of naming them (a ``.ckpt`` file of Lightning, DeepSpeed without ZeRO) have ``#<number>`` for the
@@ -37,7 +37,11 @@ from lightning_par.checkpoint.shard import Shard
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 OPTIMIZERS, MODULE, LOSS_SCALE = "optimizer_states", "lightning_par_module", "ParallelPrecision"
+LAYERS = "layers"
+"""In what is told of the module: names are those of a list of layers ("3.weight"), whose places in the module nobody has told yet."""
 NUMBERED = "#"
+UNTOLD = "#?"
+"""The only parameter of an optimizer whose state cannot be told apart, so that it has none."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,19 @@ class Entry:
     @classmethod
     def of(cls, tensor: Tensor) -> Entry:
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What files of DeepSpeed's pipeline and tensor ranks do not tell.
+
+    Attributes:
+        layers: what each layer of a pipeline is in the module; see Note [What a layer is] in ``checkpoint.layers``.
+        tp_plan: how tensor ranks cut each parameter; see Note [How a parameter was cut] in ``checkpoint.deepspeed.join``.
+    """
+
+    layers: Sequence[str] | Mapping[str, str] | None = None
+    tp_plan: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,10 +109,41 @@ class Source:
             CheckpointError: files are damaged; all of them are named.
         """
 
+    def renamed(self, rename: Callable[[str], str]) -> Source:
+        """The same, with other names of parameters and buffers."""
+
+        def told(module: Mapping[str, Any]) -> dict[str, Any]:
+            aliases = {rename(key): rename(name) for key, name in module.get("aliases", {}).items()}
+            lists = {key: [rename(name) for name in module[key]] for key in ("buffers", "frozen") if key in module}
+            return {key: value for key, value in module.items() if key != LAYERS} | {"aliases": aliases} | lists
+
+        metas = [
+            {
+                "groups": [group | {"params": [rename(name) for name in group["params"]]} for group in meta["groups"]],
+                "scalars": {rename(name): state for name, state in meta["scalars"].items()},
+            }
+            for meta in self.meta.get(OPTIMIZERS, [])
+        ]
+        meta = self.meta | {OPTIMIZERS: metas, MODULE: told(self.meta.get(MODULE, {}))}
+        return replace(self, meta=meta, entries={_renamed(name, rename): entry for name, entry in self.entries.items()})
+
+    @property
+    def is_of_a_run(self) -> bool:
+        """Whether it is a moment of a training, not weights alone that one may begin with."""
+        return bool(self.meta.get(OPTIMIZERS)) or "global_step" in self.meta
+
     @property
     def is_numbered(self) -> bool:
         """Whether parameters of optimizers are numbered, not named."""
         return any(name.startswith(NUMBERED) for meta in self.meta.get(OPTIMIZERS, []) for g in meta["groups"] for name in g["params"])
+
+    def require_told(self) -> None:
+        """Raise a CheckpointError if nobody can tell which state of an optimizer is whose."""
+        if any(UNTOLD in group["params"] for meta in self.meta.get(OPTIMIZERS, []) for group in meta["groups"]):
+            raise CheckpointError(
+                f"{self.path}: the stages of a pipeline without ZeRO number the parameters of their optimizers, and shapes do not tell "
+                "which is which: save with ZeRO stage 1, which holds the same, or convert the weights alone with optimizer=false"
+            )
 
     def named(self, orders: Sequence[Sequence[str]], frozen: Collection[str] = ()) -> Source:
         """The same with names for numbers.
@@ -107,6 +155,7 @@ class Source:
         Raises:
             CheckpointError: an optimizer has another number of parameters, or the state of one has another shape.
         """
+        self.require_told()
         names: dict[str, str] = {}
         metas = []
         for index, (meta, order) in enumerate(zip_longest(self.meta.get(OPTIMIZERS, []), orders, fillvalue=())):
@@ -131,6 +180,24 @@ class Source:
                     raise CheckpointError(f"checkpoint {self.path}: {entry} has shape {value.shape} there, but {name} has {model.shape}")
             entries[entry] = value
         return replace(self, meta=self.meta | {OPTIMIZERS: metas}, entries=entries)
+
+
+def parameter_of(entry: str) -> str:
+    """The name of the parameter or buffer that an entry belongs to; empty for random generators."""
+    kind, _, rest = entry.partition(".")
+    if kind == OPTIMIZER:
+        return rest.partition(".")[2].rpartition(".")[0]
+    return rest if kind == MODEL else ""
+
+
+def _renamed(entry: str, rename: Callable[[str], str]) -> str:
+    name = parameter_of(entry)
+    if not name:
+        return entry
+    if entry.startswith(f"{MODEL}."):
+        return f"{MODEL}.{rename(name)}"
+    index, key = entry.split(".", 2)[1], entry.rpartition(".")[2]
+    return f"{OPTIMIZER}.{index}.{rename(name)}.{key}"
 
 
 def _numbered(entry: str) -> tuple[int | None, str, str]:

@@ -30,12 +30,20 @@ EXTRA = "lightning_par"
 # ---- folders of ours
 
 
+@dataclass(frozen=True)
 class NativeSource(Source):
-    """Ranks read from it only the boxes that they hold."""
+    """Ranks read from it only the boxes that they hold.
+
+    Attributes:
+        stored: what entries are called in the files, in the same order.
+    """
+
+    stored: tuple[str, ...] = ()
 
     @override
     def fill(self, shards: Mapping[str, Shard]) -> None:
-        native.read_tensors(self.path, shards)
+        stored = dict(zip(self.entries, self.stored, strict=True))
+        native.read_tensors(self.path, {stored.get(name, name): shard for name, shard in shards.items()})
 
     @override
     def check(self, *, index: int = 0, ranks: int = 1) -> None:
@@ -56,9 +64,8 @@ def open_native(path: Path) -> Source:
 
     index = native.read_index(path)
     meta = native.read_meta(path)
-    return NativeSource(
-        path, "native folder", meta, {name: entry(name, *told) for name, told in index.items()}, {"layout": meta.get("layout")}
-    )
+    entries = {name: entry(name, *told) for name, told in index.items()}
+    return NativeSource(path, "native folder", meta, entries, {"layout": meta.get("layout")}, tuple(index))
 
 
 class _Reader(dcp.FileSystemReader):
@@ -117,7 +124,7 @@ def open_single(path: Path) -> Source:
     weights = loaded.pop("state_dict") if "state_dict" in loaded else loaded
     if not (weights and all(isinstance(value, Tensor) for value in weights.values())):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no state_dict of tensors")
-    meta = {} if weights is loaded else loaded
+    meta = {"lr_schedulers": []} if weights is loaded else loaded
     extra = meta.pop(EXTRA, {})
     aliases = tied(weights)
     entries = {f"{MODEL}.{name}": Entry.of(weights[name]) for name in dict.fromkeys(aliases.values())}

@@ -26,7 +26,8 @@ def _convert(config: DictConfig) -> None:
         told: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         target = Target(told["parallel"]["zero"], told["parallel"]["dp"], told["dtype"], told["sub_group_size"])
         with Bars() as bars:
-            report = convert(told["src"], told["dst"], told["format"], target=target, optimizer=told["optimizer"], progress=bars)
+            options = {key: told[key] for key in ("optimizer", "layers", "tp_plan")}
+            report = convert(told["src"], told["dst"], told["format"], target=target, progress=bars, **options)
     except MissingMandatoryValue as error:
         sys.exit(
             f"lightning-par convert: {error.full_key} is missing\nusage: lightning-par convert src=PATH dst=PATH format={'|'.join(WRITERS)}"

@@ -20,12 +20,15 @@ ALIASES = {
 }
 
 
-def synthetic(*, steps: dict[str, float] | None = None, scale: float = 1.0, **meta: Any) -> Source:
-    """``steps``: of parameters that took others than 4."""
+def synthetic(
+    *, steps: dict[str, float] | None = None, scale: float = 1.0, shapes: dict[str, tuple[int, ...]] | None = None, **meta: Any
+) -> Source:
+    """``steps``: of parameters that took others than 4; ``shapes``: of those that have others than SHAPES."""
     generator = torch.Generator().manual_seed(3)
-    tensors: dict[str, Tensor] = {f"model.{name}": scale * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    sizes = SHAPES | (shapes or {})
+    tensors: dict[str, Tensor] = {f"model.{name}": scale * torch.randn(shape, generator=generator) for name, shape in sizes.items()}
     tensors |= {"model.fixed": torch.randn(5, generator=generator), "model.shift": torch.tensor([5, -1, 2])}
-    for name, shape in SHAPES.items():
+    for name, shape in sizes.items():
         tensors[f"optimizer.0.{name}.exp_avg"] = torch.randn(shape, generator=generator)
         tensors[f"optimizer.0.{name}.exp_avg_sq"] = torch.rand(shape, generator=generator)
         tensors[f"optimizer.0.{name}.step"] = torch.tensor((steps or {}).get(name, 4.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,29 +88,56 @@ def test_weights_alone(native: Path, tmp_path: Path) -> None:
         convert(tmp_path / "weights.ckpt", tmp_path / "out", "deepspeed")
 
 
-def _plain_checkpoint(path: Path, groups: int) -> torch.nn.Module:
+def _plain_checkpoint(path: Path, groups: list[list[str]], *sizes: int) -> torch.nn.Module:
     """As plain Lightning writes it: nothing in it is ours."""
-    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
-    params = list(module.parameters())
-    optimizer = torch.optim.AdamW([{"params": params[:groups]}, {"params": params[groups:]}] if groups else params)
-    module(torch.ones(4, 3)).sum().backward()
+    module = torch.nn.Sequential(*(torch.nn.Linear(i, o) for i, o in pairwise(sizes)))
+    module.register_buffer("scale", torch.ones(77))
+    params = dict(module.named_parameters())
+    optimizer = torch.optim.AdamW([{"params": [params[n] for n in g], "weight_decay": 0.1 * k} for k, g in enumerate(groups)])
+    sum(param.square().sum() for param in params.values()).backward()
     optimizer.step()
     torch.save({"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 1, "global_step": 1}, path)
     return module
 
 
-def test_a_single_file_of_lightning_goes_anywhere_if_it_tells_whose_state_is_whose(tmp_path: Path) -> None:
-    module = _plain_checkpoint(tmp_path / "plain.ckpt", 0)
+ONE = [["0.weight", "0.bias", "1.weight", "1.bias"]]
+TWO = [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
+
+
+@pytest.mark.parametrize("groups", [ONE, TWO, [["1.bias"], ["0.weight", "0.bias"], ["1.weight"]]], ids=["one group", "two", "three"])
+def test_a_single_file_of_lightning_goes_anywhere_and_back_if_shapes_tell_whose_state_is_whose(
+    groups: list[list[str]], tmp_path: Path
+) -> None:
+    module = _plain_checkpoint(tmp_path / "plain.ckpt", groups, 3, 5, 2)
     convert(tmp_path / "plain.ckpt", tmp_path / "out", "deepspeed", target=DeepSpeedTarget(3, 2))
     got = open_checkpoint(tmp_path / "out")
     for name, param in module.named_parameters():
         assert torch.equal(got.read(f"model.{name}"), param)
-        assert got.entries[f"optimizer.0.{name}.exp_avg"].shape == param.shape
+    assert [group["params"] for group in got.meta[OPTIMIZERS][0]["groups"]] == groups
+    convert(tmp_path / "out", tmp_path / "back.ckpt", "ckpt")
+    plain, back = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("plain", "back"))
+    assert all(torch.equal(back["state_dict"][name], value) for name, value in plain["state_dict"].items())
+    (was,), (now,) = plain["optimizer_states"], back["optimizer_states"]
+    assert [group["params"] for group in now["param_groups"]] == [group["params"] for group in was["param_groups"]]
+    assert [group["weight_decay"] for group in now["param_groups"]] == [group["weight_decay"] for group in was["param_groups"]]
+    for number, state in was["state"].items():
+        assert all(torch.equal(now["state"][number][key], value) for key, value in state.items()), number
 
 
-def test_a_single_file_that_does_not_tell_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    _plain_checkpoint(tmp_path / "plain.ckpt", 2)
-    with pytest.raises(CheckpointError, match=r"does not tell which is which.*trainer\.fit\(ckpt_path=.*optimizer=false"):
+@pytest.mark.parametrize(
+    ("groups", "sizes"),
+    [
+        ([["0.weight", "0.bias"], ["1.weight", "1.bias"]], (3, 3, 3)),  # the first weight has the shape of both groups' first
+        ([["1.weight", "0.weight"], ["1.bias", "0.bias"]], (3, 5, 2)),  # not in the order of the module
+        ([["1.weight"], ["1.bias"]], (3, 3, 3)),  # what is left out has the same shapes
+    ],
+    ids=["two groups fit", "another order", "some left out"],
+)
+def test_a_single_file_that_does_not_tell_is_refused_with_the_way_out(
+    groups: list[list[str]], sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    _plain_checkpoint(tmp_path / "plain.ckpt", groups, *sizes)
+    with pytest.raises(CheckpointError, match=r"shapes do not tell which is which.*trainer\.fit\(ckpt_path=.*optimizer=false"):
         convert(tmp_path / "plain.ckpt", tmp_path / "out")
     convert(tmp_path / "plain.ckpt", tmp_path / "out", optimizer=False)
 
@@ -172,7 +200,7 @@ def test_memory_stays_near_the_largest_tensor(tmp_path: Path) -> None:
 
 
 def test_numbered_state_of_another_shape_is_named(tmp_path: Path) -> None:
-    _plain_checkpoint(tmp_path / "plain.ckpt", 2)
+    _plain_checkpoint(tmp_path / "plain.ckpt", ONE, 3, 5, 2)
     with pytest.raises(CheckpointError, match=r"optimizer\.0\.1\.weight\.exp_avg has shape \(5, 3\) there, but 1\.weight has \(2, 5\)"):
         open_checkpoint(tmp_path / "plain.ckpt").named([["1.weight", "1.bias", "0.weight", "0.bias"]])
     write_single(synthetic(), tmp_path / "ours.ckpt")

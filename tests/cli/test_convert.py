@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
+from lightning_par import DeepSpeedTarget
 from lightning_par.checkpoint import open_checkpoint
 from lightning_par.checkpoint.whole import write_native
 from lightning_par.cli.main import main
+from tests.checkpoint.deepspeed.test_tensor_ranks import fused, write_two_ranks
 from tests.checkpoint.synthetic import assert_same, synthetic
 
 
@@ -38,6 +41,18 @@ def test_convert_takes_hydra_overrides_and_says_what_it_did(command, tmp_path):
     command("convert", "src=out", "dst=back", "format=native")
     assert_same(open_checkpoint(tmp_path / "back"), synthetic())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "last", "out"]
+
+
+def test_convert_joins_tensor_ranks_by_a_plan_on_the_command_line(command, tmp_path):
+    write_two_ranks(fused(), tmp_path / "two", DeepSpeedTarget(2, 1))
+    plan = "tp_plan={embed: embedding_rowwise, up: colwise, deep.weight: {dim: 0, parts: 3}}"
+    command("convert", "src=two/tag", "dst=joined", "format=native", plan)
+    joined, source = open_checkpoint(tmp_path / "joined"), fused()
+    assert all(torch.equal(joined.read(name), source.read(name)) for name in joined.entries)
+    assert "does not tell how they cut the parameters" in command("convert", "src=two/tag", "dst=out", "format=native")
+    assert "last holds whole parameters" in command("convert", "src=last", "dst=out", "format=ckpt", plan)
+    assert "is no checkpoint of a pipeline" in command("convert", "src=last", "dst=out", "format=ckpt", "layers=[embed,layers.*]")
+    assert "does not tell how they cut the parameters" in command("inspect", "two/tag")
 
 
 def test_convert_names_what_was_rounded(command):

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_par.checkpoint.errors import CheckpointError
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+LAYER_FILE = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<tensor>\d+))?-model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 # fmt: off
 ENGINE_KEYS = frozenset([
@@ -40,9 +41,9 @@ DEFAULT_SCALER = {
 """A DynamicLossScaler with the defaults of DeepSpeed's configuration (runtime/fp16/loss_scaler.py, runtime/constants.py)."""
 
 
-def model_file(stage: int, rank: int = 0) -> str:
-    """Below stage 3 there is one, at stage 3 one a rank."""
-    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+def model_file(stage: int, rank: int = 0, *, model_rank: int = 0) -> str:
+    """Of a model-parallel rank: below stage 3 there is one, at stage 3 one a data rank."""
+    return f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_{model_rank:02d}_model_states.pt"
 
 
 def optimizer_file(rank: int, dtype: str) -> str:

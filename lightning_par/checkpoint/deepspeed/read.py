@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,110 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.checkpoint import numbers
+from lightning_par.checkpoint.deepspeed import stages
 from lightning_par.checkpoint.deepspeed.flat import Flat, of_stage
-from lightning_par.checkpoint.deepspeed.names import ENGINE_KEYS, MODEL_FILE, OPTIMIZER_FILE, STUBS, LossScaler, model_file, tag_folder
+from lightning_par.checkpoint.deepspeed.join import join
+from lightning_par.checkpoint.deepspeed.names import (
+    ENGINE_KEYS,
+    LAYER_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    STUBS,
+    LossScaler,
+    model_file,
+    tag_folder,
+)
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import load
-from lightning_par.checkpoint.source import LOSS_SCALE, MODEL, MODULE, NUMBERED, OPTIMIZER, OPTIMIZERS, Entry, Source
+from lightning_par.checkpoint.layers import tell_layers
+from lightning_par.checkpoint.source import (
+    LAYERS,
+    LOSS_SCALE,
+    MODEL,
+    MODULE,
+    NUMBERED,
+    OPTIMIZER,
+    OPTIMIZERS,
+    UNTOLD,
+    Entry,
+    Joining,
+    Source,
+    parameter_of,
+)
 from lightning_par.checkpoint.whole import EXTRA, number, tied
 
 
-def open_deepspeed(path: Path) -> Source:
-    """What ``engine.save_checkpoint`` wrote, at any stage, precision and number of data ranks; ``path`` may be one tag of it.
+def open_deepspeed(path: Path, joining: Joining | None = None) -> Source:
+    """What ``engine.save_checkpoint`` wrote, at any stage, precision and number of ranks; ``path`` may be one tag of it.
 
-    Without ZeRO the parameters of the optimizer are numbered, see ``Source.named``. Any process may call, none talks to another.
+    Without ZeRO the parameters of the optimizer are numbered, see ``Source.named``. Parameters of a pipeline are named by layer, see Note
+    [What a layer is] in ``checkpoint.layers``. Any process may call, none talks to another.
+
+    Args:
+        joining: what the files of pipeline and tensor ranks do not tell.
 
     Raises:
         CheckpointError: a file is missing, damaged, or names what is no plain data; or the checkpoint is of a kind that is not read
-            (pipeline stages, tensor parallelism, ``elastic_checkpoint``, ``parameter_alignment``, offload to NVMe).
+            (tensor ranks without a plan, ``elastic_checkpoint``, ``parameter_alignment``, offload to NVMe).
     """
+    joining = joining or Joining()
     folder = tag_folder(path)
-    models = load_models(folder)
-    shards = [load(file, STUBS)["optimizer_state_dict"] for file in _ranks(folder, OPTIMIZER_FILE)]
-    saved = _Sharded.of(folder, models, shards) if shards else _Plain(folder, models[0])
+    first = load_models(folder)[0]
+    ranks = int(first.get("mp_world_size", 1))
+    parts = [
+        (load_models(folder, rank), [load(file, STUBS)["optimizer_state_dict"] for file in _ranks(folder, OPTIMIZER_FILE, rank)])
+        for rank in range(ranks)
+    ]
+    layers = _layer_files(folder)
+    if layers:
+        if ranks % len(layers):
+            raise CheckpointError(f"{folder} is incomplete: layers of {len(layers)} tensor ranks, but {ranks} model ranks wrote it")
+        sources = [_pipeline(path, folder, parts[place :: len(layers)], files) for place, files in enumerate(layers)]
+    elif first.get("module") is None:
+        raise CheckpointError(
+            f"{folder} is incomplete: a pipeline of DeepSpeed wrote it, but no file like layer_00-model_states.pt is there"
+        )
+    else:
+        sources = [_whole(path, folder, models, shards) for models, shards in parts]
+    if joining.layers is not None:
+        sources = [tell_layers(source, joining.layers) for source in sources]
+    if len(sources) == 1:
+        return sources[0]
+    if any(source.is_numbered for source in sources):
+        raise CheckpointError(
+            f"{folder} was written by {len(sources)} tensor ranks without ZeRO, which number the parameters of their optimizers, so that "
+            "their state cannot be joined: save with ZeRO stage 1, which holds the same"
+        )
+    whole = join(sources, joining.tp_plan, first.get("universal_checkpoint_info") or {})
+    return replace(whole, facts=whole.facts | {"tensor_ranks": len(sources)})
+
+
+def load_models(folder: Path, rank: int = 0) -> list[Mapping[str, Any]]:
+    """The model files of one model-parallel ``rank``: one, or at stage 3 one for each data rank."""
+    whole = folder / model_file(0, model_rank=rank)
+    models = [load(file, STUBS) for file in ([whole] if whole.is_file() else _ranks(folder, MODEL_FILE, rank))]
+    if not models:
+        raise CheckpointError(f"{folder} holds no file like {whole.name}: it is no checkpoint of DeepSpeed, or incomplete")
+    if any(folder.glob("offloaded_tensors")):
+        raise CheckpointError(f"{folder} holds optimizer states offloaded to NVMe, which are not read here")
+    return models
+
+
+def _layer_files(folder: Path) -> list[dict[int, Path]]:
+    """The files of a pipeline's layers, in order, for each tensor rank."""
+    found: dict[int, dict[int, Path]] = {}
+    for file in sorted(folder.glob("layer_*")):
+        if match := LAYER_FILE.fullmatch(file.name):
+            found.setdefault(int(match["tensor"] or 0), {})[int(match["layer"])] = file
+    if any(files.keys() != found[0].keys() for files in found.values()) or sorted(found) != list(range(len(found))):
+        raise CheckpointError(f"{folder} is incomplete: not every tensor rank has a file of every layer")
+    return [dict(sorted(found[rank].items())) for rank in range(len(found))]
+
+
+def _whole(path: Path, folder: Path, models: Sequence[Mapping[str, Any]], shards: Sequence[Mapping[str, Any]]) -> Source:
+    """What one model-parallel rank has, if there is no pipeline."""
+    saved = _saved(folder, models, shards)
     trained = saved.weights()
     entries, told = module_entries(models, trained)
     states, optimizer = saved.optimizer()
@@ -50,14 +133,95 @@ def open_deepspeed(path: Path) -> Source:
     return Source(path, f"DeepSpeed, ZeRO {saved.facts['stage']}", meta, entries | states, saved.facts)
 
 
-def load_models(folder: Path) -> list[Mapping[str, Any]]:
-    """The model files: one, or at stage 3 one for each data rank."""
-    whole = folder / model_file(0)
-    models = [load(file, STUBS) for file in ([whole] if whole.is_file() else _ranks(folder, MODEL_FILE))]
-    if not models:
-        raise CheckpointError(f"{folder} holds no file like {whole.name}: it is no checkpoint of DeepSpeed, or incomplete")
-    _require_supported(folder, models[0])
-    return models
+def _saved(folder: Path, models: Sequence[Mapping[str, Any]], shards: Sequence[Mapping[str, Any]]) -> _Sharded | _Plain:
+    if shards:
+        return _Sharded.of(folder, models, shards)
+    model, state = models[0], models[0].get("optimizer") or {}
+    if "single_partition_of_fp32_groups" not in state:
+        return _Plain(folder, model)
+    if model.get("dp_world_size", 1) > 1:
+        raise CheckpointError(
+            f"{folder} was written by a pipeline in bf16 without ZeRO, of whose masters and optimizer states DeepSpeed saves those of data "
+            f"rank 0 only, one part in {model['dp_world_size']}: save with ZeRO stage 1"
+        )
+    return _Sharded.of(folder, [model | {"param_shapes": stages.mapped_shapes(state["param_slice_mappings"], model["module"])}], [state])
+
+
+# ---- pipelines
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Masters by name, entries of the optimizer's state, and its groups."""
+
+    weights: dict[str, Entry]
+    states: dict[str, Entry]
+    optimizer: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, source: Source) -> _Stage:
+        weights = {parameter_of(name): entry for name, entry in source.entries.items() if name.startswith(f"{MODEL}.")}
+        states = {name: entry for name, entry in source.entries.items() if name.startswith(f"{OPTIMIZER}.")}
+        weights.pop(stages.COPY, None)
+        return cls(
+            weights,
+            {name: entry for name, entry in states.items() if parameter_of(name) != stages.COPY},
+            next((stages.without_copies(meta) for meta in source.meta[OPTIMIZERS]), None),
+        )
+
+
+def _pipeline(path: Path, folder: Path, parts: Sequence[tuple[list[Any], list[Any]]], files: Mapping[int, Path]) -> Source:
+    """What the stages of a pipeline have, each with its model files and optimizer files. See Note [Names in a pipeline] in ``stages``."""
+    layers = {place: load(file, STUBS) for place, file in files.items()}
+    named = {f"{place}.{key}": value for place, layer in layers.items() for key, value in layer.items()}
+    buffers = [name for models, _ in parts for name in models[0].get("buffer_names") or ()]
+    saved = [_saved(folder, [models[0] | {"module": named}], shards) for models, shards in parts]
+    stated, ties = _stages(path, layers, buffers, saved)
+    trained = {name: entry for stage in reversed(stated) for name, entry in stage.weights.items()}  # of copies, the first stage's
+    ties |= stages.owners(layers, trained)
+    rename = stages.first_place(ties)
+    lost = {name: torch.empty(0) for name in trained if rename(name) not in named}  # tied layers that only masters tell of
+    if missing := sorted({name.partition(".")[0] for name in lost if not name.startswith(stages.TIED)}):
+        raise CheckpointError(f"{folder} is incomplete: it trains the layers {', '.join(missing)} of a pipeline, but has no file of them")
+    shared = {rename(key): rename(name) for models, _ in parts for key, name in (models[0].get("shared_params") or {}).items()}
+    again = {f"{place}.{key}": f"{places[0]}.{key}" for places in ties.values() for place in places[1:] for key in layers[place]}
+    model = parts[0][0][0] | {"module": named | lost, "shared_params": shared | again, "buffer_names": [rename(name) for name in buffers]}
+    entries, told = module_entries([model], {rename(name): entry for name, entry in trained.items()})
+    entries |= {name: entry for stage in reversed(stated) for name, entry in stage.states.items()}
+    optimizer = stages.merge([stage.optimizer for stage in stated if stage.optimizer is not None])
+    members = {rename(name) for group in optimizer["groups"] for name in group["params"]}
+    told["frozen"] = [name for name in told["frozen"] if name not in members]
+    if not members or UNTOLD in members:
+        del told["frozen"]  # nobody knows
+    facts = saved[0].facts | {"pipeline_stages": len(parts)}
+    meta = client_meta(model, told, [optimizer] if members else [], facts)
+    source = Source(path, f"DeepSpeed, pipeline, ZeRO {facts['stage']}", meta, entries, facts).renamed(rename)
+    called = [*map(str, layers), *dict.fromkeys(".".join(name.split(".")[:2]) for name in lost)]
+    called = [layer for layer in called if any(key.startswith(f"{layer}.") for key in told["aliases"])]
+    return replace(source, meta=source.meta | {MODULE: source.meta[MODULE] | {LAYERS: called}})
+
+
+def _stages(
+    path: Path, layers: stages.Layers, buffers: Sequence[str], saved: Sequence[_Sharded | _Plain]
+) -> tuple[list[_Stage], dict[str, list[int]]]:
+    """Each stage with names, where the files have numbers (without ZeRO) those that shapes tell; and ties that were found by the way."""
+    if all(isinstance(part, _Sharded) for part in saved):
+        return [_Stage(part.weights(), *part.optimizer()) for part in saved], {}
+    states = [(part.weights(), *part.optimizer()) for part in saved]
+    sources = [Source(path, "", {OPTIMIZERS: [told] if told else []}, weights | entries) for weights, entries, told in states]
+    if not any(source.is_numbered for source in sources):
+        return [_Stage({}, {}, None) for _ in saved], {}
+    shapes = [numbers.shapes(source, 0) for source in sources]
+    for twins in ({}, stages.twins(layers)):
+        orders = stages.orders({place: layer for place, layer in layers.items() if place not in twins}, buffers, shapes)
+        if orders is not None:
+            flat = [[name for group in order for name in group] for order in orders]
+            named = [_Stage.of(source.named([names])) for source, names in zip(sources, flat, strict=True)]
+            return named, {str(first): [first, *(place for place in twins if twins[place] == first)] for first in set(twins.values())}
+    return [_Stage({}, {}, {"groups": [{"params": [UNTOLD]}], "scalars": {}}) for _ in saved], {}
+
+
+# ---- what all have
 
 
 def module_entries(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, Any]]:
@@ -133,25 +297,14 @@ def scaler_facts(shard: Mapping[str, Any]) -> dict[str, Any] | None:
     return {key: value for key, value in vars(scaler).items() if key != "dtype"} if isinstance(scaler, LossScaler) else None
 
 
-def _ranks(folder: Path, pattern: Any) -> list[Path]:
-    """The files of one kind, by data rank; a gap is named."""
-    found = {
-        int(match["rank"] or 0): file for file in folder.iterdir() if (match := pattern.fullmatch(file.name)) and int(match["mp"]) == 0
-    }
+def _ranks(folder: Path, pattern: Any, model_rank: int) -> list[Path]:
+    """The files of one kind and model-parallel rank, by data rank; a gap is named."""
+    matches = ((file, pattern.fullmatch(file.name)) for file in folder.iterdir())
+    found = {int(match["rank"] or 0): file for file, match in matches if match and int(match["mp"]) == model_rank}
     if gaps := sorted(set(range(max(found, default=-1) + 1)) - found.keys()):
         example = next(iter(found.values())).name
         raise CheckpointError(f"{folder} is incomplete: the files of data ranks {gaps} are missing beside {example}")
     return [found[rank] for rank in sorted(found)]
-
-
-def _require_supported(folder: Path, model: Mapping[str, Any]) -> None:
-    if model.get("mp_world_size", 1) > 1 or model.get("module") is None or any(folder.glob("layer_*-model_*states.pt")):
-        raise CheckpointError(
-            f"{folder} was written by {model.get('mp_world_size', 1)} pipeline or tensor ranks of DeepSpeed, whose parts are not joined "
-            "here: make a universal checkpoint of it with DeepSpeed's own ds_to_universal, and read that"
-        )
-    if any(folder.glob("offloaded_tensors")):
-        raise CheckpointError(f"{folder} holds optimizer states offloaded to NVMe, which are not read here")
 
 
 @dataclass(frozen=True)

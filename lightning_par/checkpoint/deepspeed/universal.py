@@ -43,6 +43,11 @@ def open_universal(path: Path) -> Source:
     """
     folder = names.tag_folder(path, LATEST)
     models = load_models(folder)
+    if models[0].get("mp_world_size", 1) > 1:
+        raise CheckpointError(
+            f"{folder} was made of files of {models[0]['mp_world_size']} pipeline or tensor ranks, and does not hold what is not trained: "
+            "read the checkpoint that it was made of"
+        )
     state = load(_there(folder / "zero" / STATE), names.STUBS)
     shapes = [(name, tuple(shape)) for group in models[0]["param_shapes"] for name, shape in group.items()]
     keys = {file.stem for name, _ in shapes for file in (folder / "zero" / name).glob("*.pt")}  # each parameter has all of them

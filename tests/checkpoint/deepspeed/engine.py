@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,25 @@ def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
     return settings
 
 
-def run(stage: int, dtype: str, steps: int, *, first: int = 0, load: Path | None = None, save: Path | None = None, **more: Any) -> Outcome:
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and with what."""
+
+    build: Callable[[], nn.Module] = Awkward
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = optimizer
+
+
+def run(
+    stage: int,
+    dtype: str,
+    steps: int,
+    *,
+    first: int = 0,
+    load: Path | None = None,
+    save: Path | None = None,
+    task: Task = Task(),
+    **more: Any,
+) -> Outcome:
     """Train this rank for ``steps`` steps, to be saved after ``SAVED`` of them; or load and go on from step ``first``. All ranks call."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -85,13 +104,14 @@ def run(stage: int, dtype: str, steps: int, *, first: int = 0, load: Path | None
 
     deepspeed.comm.torch.build_shm_op = lambda: None  # it would compile an extension into the user's cache
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    module = Awkward()
+    module = task.build()
     if load is not None:  # nothing may survive of it; from a universal checkpoint DeepSpeed does not restore what is not trained
         universal = "checkpoint" in more
+        shifts = [] if universal else [buffer for name, buffer in module.named_buffers() if name.endswith("shift")]
         with torch.no_grad():
-            for tensor in (*(p for p in module.parameters() if p.requires_grad or not universal), *(() if universal else (module.shift,))):
+            for tensor in (*(p for p in module.parameters() if p.requires_grad or not universal), *shifts):
                 tensor.add_(1.0)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer(module), config=config(stage, dtype, **more))
+    engine, *_ = deepspeed.initialize(model=module, optimizer=task.optimizer(module), config=config(stage, dtype, **more))
     outcome = Outcome()
     if load is not None:
         tag, _ = engine.load_checkpoint(str(load))

@@ -93,7 +93,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return _make(tmp_path_factory.mktemp("half"), [(0, "bf16"), *HALF])
 
 
-def _assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
@@ -101,8 +101,8 @@ def _assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 def _assert_reads(made: Made, stage: int, dtype: str) -> None:
     source, wanted = made.source(stage, dtype), made.straight[stage, dtype][0]
-    _assert_equal({name: source.read(f"model.{name}") for name in wanted.weights}, wanted.weights)
-    _assert_equal({name: source.read(f"optimizer.0.{name}") for name in wanted.moments}, wanted.moments)
+    assert_equal({name: source.read(f"model.{name}") for name in wanted.weights}, wanted.weights)
+    assert_equal({name: source.read(f"optimizer.0.{name}") for name in wanted.moments}, wanted.moments)
     assert {float(source.read(f"optimizer.0.{name}.step")) for name in wanted.weights} == {float(SAVED)}
     for name in ("shift", "seen"):
         assert torch.equal(source.read(f"model.{name}"), wanted.others[name])
@@ -119,12 +119,12 @@ def _assert_reads(made: Made, stage: int, dtype: str) -> None:
 
 def _assert_resumes(made: Made, stage: int, dtype: str) -> None:
     for straight, resumed in zip(made.straight[stage, dtype], made.resumed[stage, dtype], strict=True):
-        _assert_equal(resumed.weights, straight.weights)
-        _assert_equal(resumed.moments, straight.moments)
-        _assert_equal(resumed.others, straight.others)
+        assert_equal(resumed.weights, straight.weights)
+        assert_equal(resumed.moments, straight.moments)
+        assert_equal(resumed.others, straight.others)
         assert resumed.losses == straight.losses[SAVED:]
         assert resumed.scale == straight.scale
-        _assert_equal(resumed.end, straight.end)
+        assert_equal(resumed.end, straight.end)
 
 
 by_stage = pytest.mark.parametrize(("stage", "dtype"), STAGES, ids=lambda value: str(value))
@@ -161,10 +161,10 @@ def test_without_zero_the_order_of_the_optimizer_is_all_that_must_be_told(made: 
 
 def test_a_universal_checkpoint_of_ours_is_loaded_by_it_and_trained_on_to_the_bit(made: Made) -> None:
     for straight, resumed in zip(made.straight[1, "fp32"], made.resumed[-1, "fp32"], strict=True):
-        _assert_equal(resumed.weights, straight.weights)
-        _assert_equal(resumed.moments, straight.moments)
+        assert_equal(resumed.weights, straight.weights)
+        assert_equal(resumed.moments, straight.moments)
         assert resumed.losses == straight.losses[SAVED:]
-        _assert_equal(resumed.end, straight.end)
+        assert_equal(resumed.end, straight.end)
 
 
 def _resume_in_ours(root: Path, cases: list[tuple[int, str]], layouts: list[dict[str, int]], precision: str) -> list[Any]:
@@ -247,8 +247,8 @@ def test_K1_any_stage_at_any_number_of_ranks_is_loaded_by_it(made: Made, ranks: 
     for outcomes in run_world(_load_only, ranks, tmp_path, timeout=200):
         for (stage, dtype), outcome in zip(STAGES, outcomes, strict=True):
             wanted = made.straight[3 - stage or 3, dtype][0]
-            _assert_equal(outcome.weights, wanted.weights)
-            _assert_equal(outcome.moments, wanted.moments)
+            assert_equal(outcome.weights, wanted.weights)
+            assert_equal(outcome.moments, wanted.moments)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from lightning_par.checkpoint.deepspeed.flat import by_parameter, contiguous
 from lightning_par.checkpoint.deepspeed.write import Target
 from lightning_par.checkpoint.files import Scratch, load, put_in_place, save
 from lightning_par.checkpoint.source import Entry
-from lightning_par.checkpoint.whole import open_single
+from lightning_par.checkpoint.whole import open_native, open_single, write_native
 from tests.checkpoint.synthetic import SHAPES, assert_same, synthetic
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -118,12 +118,25 @@ class _Code:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("kind", ["model", "optimizer", "universal", "single"])
+@pytest.mark.parametrize("kind", ["model", "optimizer", "stage 3", "layer", "universal", "moment", "single", "native"])
 def test_a_pickle_that_would_run_code_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     evil = tmp_path / "it ran"
     write_deepspeed(synthetic(), tmp_path / "out", Target(2, 1))
+    write_deepspeed(synthetic(), tmp_path / "three", Target(3, 2))
+    write_deepspeed(synthetic(), tmp_path / "pipeline", Target(1, 1))
     write_universal(synthetic(), tmp_path / "universal", Target())
+    write_native(synthetic(), tmp_path / "last")
     file, opens = {
+        "stage 3": (
+            tmp_path / "three/global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt",
+            lambda: open_deepspeed(tmp_path / "three"),
+        ),
+        "layer": (tmp_path / "pipeline/global_step4/layer_00-model_states.pt", lambda: open_deepspeed(tmp_path / "pipeline")),
+        "moment": (
+            tmp_path / "universal/universal/zero/up.weight/exp_avg.pt",
+            lambda: open_universal(tmp_path / "universal").read("optimizer.0.up.weight.exp_avg"),
+        ),
+        "native": (tmp_path / "last/meta.pt", lambda: open_native(tmp_path / "last")),
         "model": (tmp_path / "out/global_step4/mp_rank_00_model_states.pt", lambda: open_deepspeed(tmp_path / "out")),
         "optimizer": (tmp_path / "out/global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt", lambda: open_deepspeed(tmp_path / "out")),
         "universal": (tmp_path / "universal/universal/zero/optimizer_state.pt", lambda: open_universal(tmp_path / "universal")),
@@ -131,7 +144,7 @@ def test_a_pickle_that_would_run_code_is_refused_by_name(kind: str, tmp_path: Pa
     }[kind]
     for write in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, 2))):
         write({"state_dict": _Code(evil)}, file)
-        with pytest.raises(CheckpointError, match=r"mkdir.*refused"):
+        with pytest.raises(CheckpointError, match=r"mkdir" if kind == "native" else r"mkdir.*refused"):
             opens()
     assert not evil.exists()
 
@@ -204,7 +217,13 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     told = load(file)
     save(told | {"mp_world_size": 2}, file.with_name("new"))
     file.with_name("new").replace(file)
-    with pytest.raises(CheckpointError, match=r"2 pipeline or tensor ranks .* ds_to_universal"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no file like mp_rank_01_model_states\.pt: it is no checkpoint of DeepSpeed, or incomplete"
+    ):
+        open_deepspeed(tmp_path / "out")
+    save(told | {"module": None}, file.with_name("new"))
+    file.with_name("new").replace(file)
+    with pytest.raises(CheckpointError, match=r"a pipeline of DeepSpeed wrote it, but no file like layer_00-model_states\.pt is there"):
         open_deepspeed(tmp_path / "out")
     told["param_shapes"][0]["more"] = torch.Size([100])
     save(told, file.with_name("new"))
