@@ -34,6 +34,7 @@ HOMES = {
     "hydra": {"cli"},
     "omegaconf": {"cli", "checkpoint"},
     "deepspeed": set(),
+    "matplotlib": {"pipeline"},
 }
 """Libraries that only these packages may import."""
 

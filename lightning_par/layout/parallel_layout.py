@@ -9,7 +9,7 @@ from typing import Literal
 from lightning_par.layout.schedules import SCHEDULES
 
 ZERO_STAGES = (0, 1, 2, 3)
-BALANCES = ("parameters", "flops")
+BALANCES = ("parameters", "flops", "profile")
 
 
 class LayoutError(ValueError):
@@ -52,7 +52,8 @@ class ParallelLayout:
         chunks: stages on each pipeline rank (``interleaved_1f1b``: any number, ``zbv``: 2, the others: 1).
         microbatches: pieces a pipeline cuts each batch into; None = pp · chunks, at most the batch size.
         balance: how layers are spread over the pp · chunks stages: so that the dearest stage is as cheap as can be, counting
-            ``"parameters"`` or multiplications (``"flops"``); or by hand, as the number of layers of each stage along the model.
+            ``"parameters"``, multiplications (``"flops"``) or measured time (``"profile"``: the step is tried before the run starts); or by
+            hand, as the number of layers of each stage along the model.
     """
 
     dp: int | Literal["auto"] = "auto"
@@ -135,7 +136,8 @@ class ParallelLayout:
         if isinstance(self.balance, str) and self.balance in BALANCES:
             return []
         if not isinstance(self.balance, tuple) or not all(map(_positive, self.balance)):
-            return [f"balance={self.balance!r}: choose {' or '.join(BALANCES)}, or give the number of layers of each stage, as in (3, 4)"]
+            choices = ", ".join(BALANCES)
+            return [f"balance={self.balance!r}: choose one of {choices}, or give the number of layers of each stage, as in (3, 4)"]
         if _positive(self.pp) and _positive(self.chunks) and len(self.balance) != self.pp * self.chunks:
             return [
                 f"balance={self.balance} speaks of {len(self.balance)} stages, but pp={self.pp} · chunks={self.chunks} are "

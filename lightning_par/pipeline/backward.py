@@ -12,8 +12,10 @@ other nodes lead to parameters only; they hang on the inner nodes as *branches*:
 
 Part B runs the inner nodes, which autograd does without computing what branches off, and keeps the gradient that comes to each
 node with branches. Part W runs each of these nodes again, for its branches alone, down to their parameters, whose gradients are
-accumulated in the usual way, through the usual hooks. The graph is alive until then. A hook on a tensor in between sees its gradient in
-both parts if branches hang there; one on a parameter sees it once.
+accumulated in the usual way, through the usual hooks. The graph is alive until then, but only the nodes that part W runs keep what they
+saved: the others let go of it one by one as part B has run them, as they would in one piece. So what is held in between is the
+activations that weights are multiplied with, and the gradients that came there. A hook on a tensor in between sees its gradient in both
+parts if branches hang there; one on a parameter sees it once.
 
 A parameter can wait for part W if it hangs on one node only (a weight used twice would receive, from the later use, what flows through
 the earlier one too), and if that node can do half of its work: a custom ``autograd.Function`` computes all its gradients always (and may
@@ -25,8 +27,10 @@ checkpointed), part B is the ordinary backward, and part W does nothing. The par
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,19 +59,35 @@ def backward_inputs(outputs: Sequence[GradientEdge], grads: Sequence[Tensor], en
         return _nothing
     sources = [edge for node in branches.waiting for edge in _arrivals(node)]
     at_once = [GradientEdge(leaf, 0) for leaf in branches.at_once]
-    found = torch.autograd.grad(outputs, [get_gradient_edge(entry), *sources, *at_once], grads, retain_graph=True, allow_unused=True)
+    with _letting_go(branches.only_now):
+        found = torch.autograd.grad(outputs, [get_gradient_edge(entry), *sources, *at_once], grads, retain_graph=True, allow_unused=True)
     there = {edge: grad for edge, grad in zip([*sources, *at_once], found[1:], strict=True) if grad is not None}
-    backward(*_present(at_once, there))
-    arrived = {edge: there[edge] for edge in sources if edge in there}
-    return functools.partial(_backward_branches, branches.waiting, arrived)
+    backward(*_take(at_once, there))
+    todo = [(*_take(_arrivals(node), there), leaves) for node, leaves in branches.waiting.items()]
+    return functools.partial(_backward_branches, todo)
 
 
-def _backward_branches(waiting: Mapping[Node, Sequence[Node]], arrived: Mapping[GradientEdge, Tensor]) -> None:
-    """Part W."""
-    for node, leaves in waiting.items():
-        outputs, grads = _present(_arrivals(node), arrived)
+def _backward_branches(todo: list[tuple[list[GradientEdge], list[Tensor], list[Node]]]) -> None:
+    """Part W: node by node, each of which goes with what it held."""
+    while todo:
+        outputs, grads, leaves = todo.pop()
         if outputs:
             torch.autograd.backward(outputs, grads, inputs=[leaf.variable for leaf in leaves])
+
+
+@contextmanager
+def _letting_go(nodes: Collection[Node]) -> Iterator[None]:
+    """Inside, each of these nodes lets go of the tensors it saved once it has run, though the graph is kept."""
+    with ExitStack() as stack:
+        for node in nodes:
+            stack.callback(node.register_hook(functools.partial(_forget, node)).remove)
+        yield
+
+
+def _forget(node: Node, *_: object) -> None:
+    for saved in _saved(node):
+        with suppress(RuntimeError):  # nothing was saved there, or it is someone's to bring back
+            saved.register_hooks(_nothing_of, _is_gone)
 
 
 @dataclass(frozen=True)
@@ -77,17 +97,20 @@ class _Branches:
     Attributes:
         waiting: those that can wait for part W, by the inner node on which they hang.
         at_once: those that cannot.
+        only_now: the nodes with saved tensors that part W does not run.
     """
 
     waiting: dict[Node, list[Node]]
     at_once: list[Node]
+    only_now: list[Node]
 
 
 def _find_branches(outputs: Sequence[Node], entry: Tensor | None) -> _Branches:
     inner: set[Node] = set() if entry is None else {get_gradient_edge(entry).node}
     below: dict[Node, frozenset[Node]] = {}  # the parameters to which a node that is not inner leads
     owners: dict[Node, set[Node]] = {}  # the inner nodes on which a parameter hangs
-    for node in _children_first(outputs):
+    everything = list(_children_first(outputs))
+    for node in everything:
         children = [child for child, _ in node.next_functions if child is not None]
         if any(child in inner for child in children):
             inner.add(node)
@@ -101,12 +124,14 @@ def _find_branches(outputs: Sequence[Node], entry: Tensor | None) -> _Branches:
         if len(nodes) == 1 and leaf not in apart and _does_halves(node := next(iter(nodes))):
             waiting.setdefault(node, []).append(leaf)
     waits = {leaf for leaves in waiting.values() for leaf in leaves}
-    return _Branches(waiting, [leaf for leaf in {**owners, **dict.fromkeys(apart)} if leaf not in waits])
+    at_once = [leaf for leaf in {**owners, **dict.fromkeys(apart)} if leaf not in waits]
+    later = set(_children_first(list(waiting), without=inner - waiting.keys()))
+    return _Branches(waiting, at_once, [node for node in everything if node not in later and _saved_names(type(node))])
 
 
-def _children_first(roots: Sequence[Node]) -> Iterator[Node]:
-    """Every node of a graph once, after those that it leads to."""
-    seen: set[Node] = set()
+def _children_first(roots: Sequence[Node], without: Collection[Node] = ()) -> Iterator[Node]:
+    """Every node of a graph once, after those that it leads to; not those given, nor what only they lead to."""
+    seen: set[Node] = set(without)
     stack = [(root, False) for root in reversed(roots)]
     while stack:
         node, done = stack.pop()
@@ -122,8 +147,13 @@ def _does_halves(node: Node) -> bool:
     """Whether a node can compute some of its gradients now and the others later, without doing anything twice."""
     if isinstance(node, BackwardCFunction):
         return False
-    saved = [getattr(node, name) for name in _saved_names(type(node))]
-    return not any(getattr(value, "unpack_hook", None) for entry in saved for value in (entry if isinstance(entry, tuple) else (entry,)))
+    return not any(getattr(value, "unpack_hook", None) for value in _saved(node))
+
+
+def _saved(node: Node) -> list[Any]:
+    """The handles of the tensors that a node saved."""
+    entries = [getattr(node, name) for name in _saved_names(type(node))]
+    return [value for entry in entries for value in (entry if isinstance(entry, tuple) else (entry,))]
 
 
 @functools.cache
@@ -136,11 +166,19 @@ def _arrivals(node: Node) -> list[GradientEdge]:
     return [GradientEdge(node, i) for i in range(len(node._input_metadata))]
 
 
-def _present(edges: Sequence[GradientEdge], grads: Mapping[GradientEdge, Tensor]) -> tuple[list[GradientEdge], list[Tensor]]:
-    """The edges that have a gradient, and those gradients."""
+def _take(edges: Sequence[GradientEdge], grads: dict[GradientEdge, Tensor]) -> tuple[list[GradientEdge], list[Tensor]]:
+    """The edges that have a gradient, and those gradients, which are taken out."""
     there = [edge for edge in edges if edge in grads]
-    return there, [grads[edge] for edge in there]
+    return there, [grads.pop(edge) for edge in there]
 
 
 def _nothing() -> None:
     """Part W where part B was all."""
+
+
+def _nothing_of(tensor: Tensor) -> None:
+    """What is kept of a saved tensor that nobody will ask for."""
+
+
+def _is_gone(kept: None) -> Tensor:
+    raise RuntimeError("this part of the graph has run backward already, and has let go of what it saved")

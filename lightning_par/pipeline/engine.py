@@ -30,8 +30,9 @@ from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.inbox import Inbox
 from lightning_par.pipeline.lower import receive_of, send_of_free
 from lightning_par.pipeline.plan import Plan, forward_plan, schedule_of, training_plan
-from lightning_par.pipeline.split import Placement, cut, place
+from lightning_par.pipeline.split import Balance, Placement, cut, place
 from lightning_par.pipeline.stage import StageExit, StageLayers
+from lightning_par.pipeline.uses import Uses
 
 
 @dataclass
@@ -63,17 +64,18 @@ class Pipeline:
         schedule: str,
         chunks: int = 1,
         layers: str | None = None,
-        balance: str | Sequence[int] = "parameters",
+        balance: Balance = "parameters",
+        uses: Uses | None = None,
     ) -> Pipeline:
         """Cut ``module``, in place, down to this rank's stages.
 
         All ranks of ``group`` must call, with the same whole module. Parameters of other stages are gone from it afterwards;
-        those that stay keep their names. ``layers`` and ``balance`` are as in ``split.place``.
+        those that stay keep their names. ``layers``, ``balance`` and ``uses`` are as in ``split.place``.
         """
         training_plan(schedule, group.size, chunks, 1)  # refuses an unknown schedule before anything is changed
         order, stages = schedule_of(schedule), group.size * chunks
         rank_of = [order.rank_of(stage, group.size) for stage in range(stages)]
-        placement = place(module, stages, layers, balance)
+        placement = place(module, stages, layers, balance, uses)
         first_names = {id(p): name for name, p in module.named_parameters()}
         everything = [(name, first_names[id(p)]) for name, p in module.named_parameters(remove_duplicate=False)]
         holders: dict[str, set[int]] = {first: set() for _, first in everything}

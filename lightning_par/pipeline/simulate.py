@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 from lightning_par.layout import Action, Kind
 from lightning_par.pipeline.lower import places, receive_of, send_of_free
 
 Plan = Sequence[Sequence[Action]]
+N = TypeVar("N", int, float)
 
 
 class ScheduleError(ValueError):
@@ -94,7 +96,18 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
         pass
     if any(place < len(actions) for place, actions in zip(machine.place, plan, strict=True)):
         raise ScheduleError(f"no rank can go on; what each waits for:\n{_drawn(plan, machine.place)}")
-    return Simulation(machine.timeline, [_peak_live(actions) for actions in plan], [_count_sends(actions) for actions in plan])
+    ones = [1] * len(places(plan))
+    return Simulation(machine.timeline, peak_held(plan, ones, ones), [_count_sends(actions) for actions in plan])
+
+
+def peak_held(plan: Plan, held: Sequence[N], waiting: Sequence[N]) -> list[N]:
+    """The most that each rank holds at once; 0 without backwards.
+
+    Args:
+        held: what each stage holds for a micro-batch from the end of its forward to the end of its backward, or of the first part of it.
+        waiting: what is left of that until its weights part has run, where there is one.
+    """
+    return [_peak_held(actions, held, waiting) for actions in plan]
 
 
 def check_complete(plan: Plan) -> None:
@@ -212,16 +225,14 @@ def _source(receive: Action) -> int:
     return receive.stage + (-1 if receive.kind is Kind.RECV_F else 1)
 
 
-def _peak_live(actions: Sequence[Action]) -> int:
+def _peak_held(actions: Sequence[Action], held: Sequence[N], waiting: Sequence[N]) -> N:
     kinds = {action.kind for action in actions}
     if Kind.B not in kinds:
         return 0
-    frees = Kind.W if Kind.W in kinds else Kind.B
-    live = peak = 0
-    for action in actions:
-        live += (action.kind is Kind.F) - (action.kind is frees)
-        peak = max(peak, live)
-    return peak
+    changes = {Kind.F: held, Kind.B: [-size for size in held]}
+    if Kind.W in kinds:
+        changes |= {Kind.B: [later - size for size, later in zip(held, waiting, strict=True)], Kind.W: [-size for size in waiting]}
+    return max(accumulate(changes[action.kind][action.stage] for action in actions if action.kind in changes))
 
 
 def _count_sends(actions: Sequence[Action]) -> int:

@@ -3,11 +3,13 @@
 Note [What lives where]
 ~~~~~~~~~~~~~~~~~~~~~~~
 The layer list is one ``nn.ModuleList`` or ``nn.Sequential``; its members, the layers, are spread over the stages. If the module does not
-name it, it is the list of like blocks with the most parameters, or else the biggest Sequential. Walking down from the root to the list,
-every module that is registered before the way down goes to the first stage, every one after it to the last: authors register modules in
-the order in which they use them. Modules without parameters stay everywhere (dropout, rotary angles, losses). Parameters that hang
-directly on a module along the way are nobody's in particular: every stage keeps them, and they are reported as tied, so that their
-gradient is the sum over the stages, wherever they are used::
+name it, it is the list of like blocks with the most parameters, or else the biggest Sequential. Every other module goes to the first stage
+if it is used before the layers, to the last if after; to both ends if both; one that is used inside the layers stays everywhere. Where
+that is not known from a dry run (see ``uses``), order of registration tells: walking down from the root to the list, modules that are
+registered before the way down are taken to be used before. The module's attributes ``pipeline_before`` and ``pipeline_after``, lists of
+names within it, say otherwise (both: at both ends). Modules without parameters stay everywhere (dropout, rotary angles, losses).
+Parameters that hang directly on a module along the way are nobody's in particular: every stage keeps them. Whatever several stages keep
+is reported as tied, so that its gradient is the sum over them, wherever it is used::
 
     LightningModule          model  <- the way down
       model: GPT             embed  before  -> first stage
@@ -32,6 +34,8 @@ from torch import nn
 from lightning_par.layout import Span
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, LayerList, StageLayers
+from lightning_par.pipeline.uses import Uses
+from lightning_par.pipeline.weigh import LayerCosts
 
 RIVAL = 0.5
 """A second layer list with this share of the first one's parameters makes the choice between them the user's."""
@@ -44,9 +48,12 @@ class Placement:
     Attributes:
         layers: the layer list's name.
         members: the layers' names in it.
-        spans: the layers of each stage.
+        spans: the layers of each stage, along the model.
         before: names of the modules on the first stage.
-        after: names of the modules on the last stage.
+        after: names of the modules on the last stage; some may be on both.
+
+    Raises:
+        PipelineError: a layer stands on no stage, or on several, or a stage has none.
     """
 
     layers: str
@@ -55,16 +62,28 @@ class Placement:
     before: tuple[str, ...]
     after: tuple[str, ...]
 
-    def stages_of(self, parameter: str) -> range:
+    def __post_init__(self) -> None:
+        """Each layer stands on exactly one stage, and each stage has one."""
+        stages = [[s for s, span in enumerate(self.spans) if span.start <= i < span.stop] for i in range(len(self.members))]
+        wrong = [f"{self.layers}.{name} on {found or 'none'}" for name, found in zip(self.members, stages, strict=True) if len(found) != 1]
+        wrong += [f"nothing on {s}" for s in range(len(self.spans)) if [s] not in stages]
+        wrong += [f"{self.layers}.{self.members[i]} behind a later stage" for i in range(1, len(stages)) if stages[i] < stages[i - 1]]
+        if wrong:
+            raise PipelineError(f"each layer must stand on exactly one stage, in the model's order; but there is {', '.join(wrong)}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many layers each stage has, along the model."""
+        return tuple(span.size for span in self.spans)
+
+    def stages_of(self, parameter: str) -> Sequence[int]:
         """The stages that hold the parameter of this name."""
         if _inside(parameter, self.layers):
             index = self.members.index(parameter.removeprefix(self.layers + ".").split(".")[0])
-            return next(range(s, s + 1) for s, span in enumerate(self.spans) if span.start <= index < span.stop)
-        if any(_inside(parameter, name) for name in self.before):
-            return range(1)
-        if any(_inside(parameter, name) for name in self.after):
-            return range(len(self.spans) - 1, len(self.spans))
-        return range(len(self.spans))
+            return [s for s, span in enumerate(self.spans) if span.start <= index < span.stop]
+        ends = {0: self.before, len(self.spans) - 1: self.after}
+        found = [stage for stage, names in ends.items() if any(_inside(parameter, name) for name in names)]
+        return found or range(len(self.spans))
 
     def __str__(self) -> str:
         """A line per stage."""
@@ -75,12 +94,18 @@ class Placement:
         return "\n".join(f"stage {stage}: {', '.join(names)}" for stage, names in enumerate(lines))
 
 
-def place(module: nn.Module, stages: int, layers: str | None = None, balance: str | Sequence[int] = "parameters") -> Placement:
+Balance = str | Sequence[int] | LayerCosts
+"""By what layers are spread (a key of ``COSTS``, or what was measured), or how many each stage gets."""
+
+
+def place(
+    module: nn.Module, stages: int, layers: str | None = None, balance: Balance = "parameters", uses: Uses | None = None
+) -> Placement:
     """Decide where everything lives. See Note [What lives where].
 
     Args:
         layers: the layer list's name, where it shall be another than the one found.
-        balance: by what layers are spread (a key of ``COSTS``), or how many each stage gets.
+        uses: what a dry run has seen.
 
     Raises:
         PipelineError: the module has no layer list, or one that cannot be spread so.
@@ -92,11 +117,13 @@ def place(module: nn.Module, stages: int, layers: str | None = None, balance: st
         raise PipelineError(
             f"{name} has {len(blocks)} layers, too few for {stages} pipeline stages: lower pp (or chunks) to at most {len(blocks)}"
         )
-    before, after = _around(module, name)
+    before, after = _around(module, name, uses or Uses())
     if isinstance(balance, str):
         cost = COSTS[balance]
         first, last = (sum(cost(module.get_submodule(n)) for n in names) for names in (before, after))
-        spans = spread([cost(block) for block in blocks], stages, first=first, last=last)
+        balance = LayerCosts(tuple(cost(block) for block in blocks), first, last)
+    if isinstance(balance, LayerCosts):
+        spans = spread(balance.layers, stages, first=balance.first, last=balance.last)
     else:
         if sum(balance) != len(blocks) or len(balance) != stages:
             raise PipelineError(
@@ -112,12 +139,11 @@ def cut(module: nn.Module, placement: Placement, stages: Collection[int]) -> Sta
     spans = {stage: placement.spans[stage] for stage in stages}
     layers = StageLayers(module.get_submodule(placement.layers), spans, stages=len(placement.spans), name=placement.layers)
     _replace(module, placement.layers, layers)
-    if 0 not in spans:
-        for name in placement.before:
-            _replace(module, name, BeforeLayers(module.get_submodule(name)))
-    if len(placement.spans) - 1 not in spans:
-        for name in placement.after:
-            _replace(module, name, AfterLayers(module.get_submodule(name), name))
+    here = [*(placement.before if 0 in spans else ()), *(placement.after if len(placement.spans) - 1 in spans else ())]
+    for name in dict.fromkeys([*placement.before, *placement.after]):
+        if name not in here:
+            part = module.get_submodule(name)
+            _replace(module, name, BeforeLayers(part) if name in placement.before else AfterLayers(part, name))
     return layers
 
 
@@ -191,30 +217,59 @@ def spread(costs: Sequence[float], stages: int, *, first: float = 0.0, last: flo
     return [Span(start, stop) for start, stop in zip(starts, (*starts[1:], len(costs)), strict=True)]
 
 
-def _around(module: nn.Module, layers: str) -> tuple[list[str], list[str]]:
-    """Names of the modules with parameters that are registered before and after the way from the root to the layer list."""
-    before: list[str] = []
-    after: list[str] = []
+def _around(module: nn.Module, layers: str, uses: Uses) -> tuple[list[str], list[str]]:
+    """Names of the modules with parameters that are used before and after the layers. See Note [What lives where]."""
+    named = _named_sides(module, layers)
+    sides: dict[str, list[str]] = {"before": [], "after": []}
+    for name, registered in _registered(module, layers, named):
+        used = uses.of([f"{name}.{parameter}" for parameter, _ in module.get_submodule(name).named_parameters(remove_duplicate=False)])
+        chosen = next((told for whole, told in named.items() if name == whole or _inside(name, whole)), None)
+        for side in chosen or ((used or {registered}) if "inside" not in used else ()):
+            sides[side].append(name)
+    return sides["before"], sides["after"]
+
+
+def _registered(module: nn.Module, layers: str, named: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The modules with parameters outside the list, with the side of it on which they are registered; named ones for themselves."""
+    behind: list[tuple[str, str]] = []
     prefix = ""
     for step in layers.split("."):
         parent = module.get_submodule(prefix)
         names = list(parent._modules)
         way = names.index(step)
-        before += _with_parameters(parent, prefix, names[:way])
-        after = _with_parameters(parent, prefix, names[way + 1 :]) + after  # the deeper, the sooner after the layers
+        for side, children in (("before", names[:way]), ("after", names[way + 1 :])):
+            parts = [(name, side) for child in children for name in _callable_parts(parent._modules[child], _join(prefix, child), named)]
+            if side == "before":
+                yield from parts
+            else:
+                behind = parts + behind  # the deeper, the sooner after the layers
         prefix = _join(prefix, step)
-    return before, after
+    yield from behind
 
 
-def _with_parameters(parent: nn.Module, prefix: str, children: list[str]) -> list[str]:
-    return [name for child in children for name in _callable_parts(parent._modules[child], _join(prefix, child))]
+def _named_sides(module: nn.Module, layers: str) -> dict[str, list[str]]:
+    """What ``pipeline_before`` and ``pipeline_after``, anywhere in the module, say: the sides on which modules are used."""
+    sides: dict[str, list[str]] = {}
+    parts = dict(module.named_modules(remove_duplicate=False))
+    for prefix, part in parts.items():
+        for side in ("before", "after"):
+            told = getattr(part, f"pipeline_{side}", ())
+            for name in (told,) if isinstance(told, str) else told:
+                whole = _join(prefix, name)
+                if not name or whole not in parts or whole == layers or _inside(whole, layers) or _inside(layers, whole):
+                    raise PipelineError(
+                        f"pipeline_{side} of {type(part).__name__} names {name!r}, which is no module of it outside and beside {layers}; "
+                        f"there are: {', '.join(n for n, _ in _registered(module, layers, ()))}"
+                    )
+                sides.setdefault(whole, []).append(side)
+    return sides
 
 
-def _callable_parts(module: nn.Module | None, name: str) -> Iterator[str]:
-    """The module itself, or the modules in it if it is a mere container; those without parameters are left out."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+def _callable_parts(module: nn.Module | None, name: str, named: Collection[str]) -> Iterator[str]:
+    """The module itself, or the modules in it if it is a mere container or some are named; those without parameters are left out."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or any(_inside(other, name) for other in named):
         for child, part in module._modules.items():
-            yield from _callable_parts(part, _join(name, child))
+            yield from _callable_parts(part, _join(name, child), named)
     elif module is not None and not isinstance(module, nn.ParameterList | nn.ParameterDict) and _size(module):
         yield name
 

@@ -26,8 +26,8 @@ the loop changes the hidden state between the layers    refused where a stage en
 the loop keeps what a layer returns besides the         refused: within a stage, too, every tensor but the first (the hidden
 hidden state (``x, aux = layer(x); total += aux``)      state) must be given to the next layer. The layers of earlier stages all
                                                         answer with the same output, so a sum over layers would be wrong
-a module's output goes to every layer                   shows itself: the stand-ins' NaN reaches the loss, never a plausible
-(``layer(x, embedding)``)                               number
+a module's output goes to every layer, or past them     right where a dry run has seen it (the module is then on every stage that
+(``layer(x, embedding)``)                               uses it); else it shows itself: the stand-ins' NaN reaches the loss
 ======================================================  ==================================================================
 
 A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``. What cannot be seen is a loop that hands an
@@ -60,7 +60,7 @@ class StageExit(BaseException):
         self.output = output
 
 
-class _StandIn(nn.Module):
+class StandIn(nn.Module):
     """Stands where a module was. Attributes are those of the module; its parameters are not found here."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -82,7 +82,7 @@ class _StandIn(nn.Module):
         return f"for {type(self._stands_for).__name__}"
 
 
-class BeforeLayers(_StandIn):
+class BeforeLayers(StandIn):
     """A module of the first stage, on another rank: shapes come from a copy on the meta device. See Note [The unmodified forward]."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -115,7 +115,7 @@ class BeforeLayers(_StandIn):
         return super().train(mode)
 
 
-class AfterLayers(_StandIn):
+class AfterLayers(StandIn):
     """A module of the last stage, on another rank: never reached."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -126,11 +126,12 @@ class AfterLayers(_StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PipelineError(
             f"{self._name} lives on the last pipeline stage, but another stage has come to it. On every other stage the step must end "
-            "inside the layer list. If the model calls this module before the layers, register it before them; if not, did it run them all?"
+            "inside the layer list. If the model calls this module before the layers, say so on the model, pipeline_before = "
+            f"[{self._name!r}], or register it before them; if not, did it run them all?"
         )
 
 
-class _OtherLayer(_StandIn):
+class _OtherLayer(StandIn):
     """A layer that is not of the active stage."""
 
     def __init__(self, module: nn.Module, index: int, answer: Callable[[int, Any], Any]) -> None:
@@ -142,7 +143,7 @@ class _OtherLayer(_StandIn):
         return self._answer(self._index, (args, kwargs))
 
 
-class _OwnLayer(_StandIn):
+class _OwnLayer(StandIn):
     """A layer of the active stage: the layer itself, for ``isinstance`` too; what it is given is checked, its output kept."""
 
     def __init__(self, layer: nn.Module, index: int, check: Callable[[int, Any], None], keep: Callable[[int, Any], None]) -> None:

@@ -4,10 +4,11 @@ Note [The order of the axes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Every rank starts from the same whole module, so that the weights at step 0 do not depend on the layout:
 
+0. for pp, the order in which modules are used is seen (it needs whole modules, and no weights);
 1. rank 0's weights go to all ranks;
 2. tp cuts matrices in place (it needs whole weights and whole ties);
 3. cp prepares attention (it changes no weight);
-4. pp drops the layers of other stages (last, since tp's plan names modules that may then be gone);
+4. pp drops the layers of other stages (last, since tp's plan names modules that may then be gone), having weighed them if asked to;
 5. once the part stands on its device, ZeRO lays its parameters out in flat buckets (in ``strategy.base``, with the optimizers).
 
 What each rank then holds is written down by ShardSpecs under the names that the whole module had.
@@ -18,12 +19,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_par.comm import Mesh
 from lightning_par.context import prepare
 from lightning_par.layout import ParallelLayout, ShardSpec
-from lightning_par.pipeline import Pipeline
+from lightning_par.pipeline import Pipeline, Uses
+from lightning_par.strategy.rehearsal import Rehearsal
 from lightning_par.tensor import shard_module
 from lightning_par.zero import GuardedParameter, ParameterInfo
 
@@ -52,8 +55,11 @@ class Assembled:
         return name not in self.buffers_elsewhere
 
 
-def assemble(module: nn.Module, mesh: Mesh, device: torch.device) -> Assembled:
+def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Rehearsal | None = None) -> Assembled:
     """Cut ``module`` in place. Every rank calls, with the whole module. See Note [The order of the axes].
+
+    Args:
+        rehearsal: runs the step of the whole module, which tells a pipeline what is used where, and what layers cost.
 
     Raises:
         RuntimeError: the module is no longer whole.
@@ -61,6 +67,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device) -> Assembled:
     layout = mesh.layout
     _mark(module, layout)
     aliases = _aliases(module)
+    uses = rehearsal.uses() if rehearsal is not None else None
     _broadcast(module, mesh, device)
     specs = {name: ShardSpec.whole(param) for name, param in module.named_parameters()}
     partial: set[str] = set()
@@ -69,7 +76,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device) -> Assembled:
         specs, partial = shards.specs, shards.partial
     if layout.cp > 1:
         prepare(module)
-    pipeline = Pipeline.split(module, mesh.pp, layout.schedule, layout.chunks, balance=layout.balance) if layout.pp > 1 else None
+    pipeline = _pipeline(module, mesh, rehearsal, uses) if layout.pp > 1 else None
     stages = pipeline.tied if pipeline else {}
     names = pipeline.names if pipeline else {name: name for name, _ in module.named_parameters()}
     infos = []
@@ -81,6 +88,18 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device) -> Assembled:
     buffers = mesh.pp.gather_objects([name for name, _ in module.named_buffers()])
     elsewhere = frozenset(name for stage in buffers[: mesh.pp.index] for name in stage)
     return Assembled(module, mesh, tuple(infos), aliases, elsewhere, pipeline)
+
+
+def _pipeline(module: nn.Module, mesh: Mesh, rehearsal: Rehearsal | None, uses: Uses | None) -> Pipeline:
+    layout = mesh.layout
+    if layout.balance != "profile":
+        return Pipeline.split(module, mesh.pp, layout.schedule, layout.chunks, balance=layout.balance, uses=uses)
+    assert rehearsal is not None, "layers are weighed by running the step"
+    costs = rehearsal.costs()
+    pipeline = Pipeline.split(module, mesh.pp, layout.schedule, layout.chunks, balance=costs, uses=uses)
+    sizes, took = pipeline.placement.sizes, ", ".join(f"{1e3 * seconds:.3g}" for seconds in (costs.first, *costs.layers, costs.last))
+    rank_zero_info(f"balance=profile: {sizes} layers on the stages, as balance={sizes} would (ms before, in and after the layers: {took})")
+    return pipeline
 
 
 def _mark(module: nn.Module, layout: ParallelLayout) -> None:

@@ -22,7 +22,8 @@ def module_violations(layout: ParallelLayout, module: pl.LightningModule) -> lis
         found.append(f"tp={layout.tp}: {error}")
     try:
         if layout.pp > 1:
-            place(module, layout.pp * layout.chunks, balance=layout.balance)
+            measured = layout.balance == "profile"  # and not yet: any cut tells whether there can be one
+            place(module, layout.pp * layout.chunks, balance="parameters" if measured else layout.balance)
     except PipelineError as error:
         found.append(f"pp={layout.pp}: {error}")
     return found

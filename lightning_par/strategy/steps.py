@@ -156,6 +156,16 @@ class StepRunner:
             value = self.agreement.reach(log, [outputs[0] * self.mesh.cp.size], [torch.ones_like(pieces[0].share)], samples)
         return value.to(outputs[0]).reshape(outputs[0].shape)
 
+    def rehearse(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The step on the first piece that a pipeline would cut from a batch: what it returned. Nothing is logged."""
+        piece = self._pieces(args[0], self._count(args[0]))[0]
+        with recording(self.module, self.device, deferred=True), self.attention(), context():
+            return step(piece.batch, *args[1:], **kwargs)
+
+    def loss_of(self, output: Any) -> Tensor | None:
+        """The loss among what a training step returned."""
+        return self._loss_of(output)
+
     def attention(self) -> AbstractContextManager:
         """The context in which attention sees the other ranks' tokens; forward and backward of a batch run in it."""
         return nullcontext() if self._ring is None else self._ring
@@ -193,7 +203,7 @@ class StepRunner:
             raise RuntimeError(
                 "the loss of the first batch is NaN on the last pipeline stage. Unless it is in one process too, the model uses after its "
                 f"layers (or inside layers of later stages) what only the first stage computes; there are: {before}. Pass it through the "
-                "layers' outputs, register modules that are used after the layers behind them, or use pp=1"
+                "layers' outputs, name modules that are used after the layers (pipeline_after = ['model.norm'] on your module), or use pp=1"
             )
 
     def _loss_of(self, output: Any) -> Tensor | None:

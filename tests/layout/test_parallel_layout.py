@@ -59,7 +59,7 @@ def test_all_violations_come_in_one_message() -> None:
         ({"pp": 2, "schedule": ["1f1b"]}, "choose one of gpipe"),
         ({"schedule": "interleaved_1f1b", "chunks": 2}, "chunks=2 with pp=1"),
         ({"replicate": 2}, "replicate=2 with zero=0"),
-        ({"pp": 2, "balance": "time"}, "balance='time': choose parameters or flops"),
+        ({"pp": 2, "balance": "time"}, "balance='time': choose one of parameters, flops, profile, or give"),
         ({"pp": 2, "balance": (3, 0)}, "balance=(3, 0): choose"),
         ({"pp": 2, "balance": 3}, "balance=3: choose"),
         ({"pp": 2, "balance": [1, 2, 3]}, "balance=(1, 2, 3) speaks of 3 stages, but pp=2 · chunks=1 are 2"),

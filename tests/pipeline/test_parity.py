@@ -49,7 +49,9 @@ def test_P1_P3_P5_P7_P8_a_schedule_gives_the_gradients_of_one_process(size: int,
     run_world(_steps, size, size, schedule, chunks, [(7 + chunks // 2, True, False)], microbatches)
 
 
-@pytest.mark.parametrize(("size", "schedule", "chunks"), [(2, "1f1b", 1), (2, "interleaved_1f1b", 2), (3, "zb_h1", 1), (2, "zbv", 2)])
+@pytest.mark.parametrize(
+    ("size", "schedule", "chunks"), [(2, "1f1b", 1), (2, "interleaved_1f1b", 2), (2, "interleaved_1f1b", 4), (3, "zb_h1", 1), (2, "zbv", 2)]
+)
 def test_P9_checkpointed_layers(size: int, schedule: str, chunks: int) -> None:
     run_world(_steps, size, size, schedule, chunks, [(8, False, True)], [3])
 

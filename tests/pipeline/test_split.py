@@ -217,3 +217,17 @@ def test_a_placement_is_plain_data() -> None:
         [1],
         [0, 1],
     ]
+
+
+@pytest.mark.parametrize(
+    ("spans", "reason"),
+    [
+        ([(0, 2), (3, 4)], r"h\.2 on none"),
+        ([(0, 3), (2, 4)], r"h\.2 on \[0, 1\]"),
+        ([(0, 2), (2, 2), (2, 4)], "nothing on 1"),
+        ([(2, 4), (0, 2)], r"h\.2 behind a later stage"),
+    ],
+)
+def test_P1_each_layer_stands_on_exactly_one_stage(spans: list[tuple[int, int]], reason: str) -> None:
+    with pytest.raises(PipelineError, match=f"each layer must stand on exactly one stage, in the model's order; but there is .*{reason}"):
+        Placement("h", ("0", "1", "2", "3"), tuple(Span(*span) for span in spans), (), ())

@@ -1,0 +1,70 @@
+"""Run a module aside: to look at what it does, without leaving a trace in it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Restore = Callable[[], None]
+
+
+@contextmanager
+def aside(module: nn.Module) -> Iterator[None]:
+    """Afterwards the attributes of the module and of all modules in it are what they were: modes, counters, lists, the state of metrics.
+
+    Parameters and buffers are ``lent``. What lies in other objects of the user's is not known here.
+    """
+    with ExitStack() as stack:
+        known: set[int] = set()
+        for part in module.modules():
+            for restore in _remember(part.__dict__, known):
+                stack.callback(restore)
+        yield
+
+
+@contextmanager
+def lent(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Inside, these modules (themselves, not those in them) have parameters and buffers on ``device``; buffers are copies in any case.
+
+    On the meta device every parameter is one of its own, ties are cut, and all floating ones need a gradient: what is used can then be
+    told from a graph, by the module through which it was.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.device != device:
+                    needs = parameter.is_floating_point() if device.type == "meta" else parameter.requires_grad
+                    setattr(module, name, nn.Parameter(parameter.detach().to(device), requires_grad=needs))
+                    stack.callback(setattr, module, name, parameter)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = buffer.detach().to(device, copy=True)
+                    stack.callback(module._buffers.__setitem__, name, buffer)
+        yield
+
+
+def _remember(value: Any, known: set[int]) -> Iterator[Restore]:
+    """What puts a value, and all that lies in it, back to what it is now: containers, tensors and generators; anything else is as it is."""
+    if id(value) in known or isinstance(value, nn.Module | nn.Parameter):
+        return
+    known.add(id(value))
+    if isinstance(value, Tensor):
+        before = value.detach().clone()
+        yield lambda: value.detach().copy_(before)
+    elif isinstance(value, torch.Generator):
+        state = value.get_state()
+        yield lambda: value.set_state(state)
+    elif isinstance(value, dict):
+        items = dict(value)
+        yield lambda: (value.clear(), value.update(items))
+    elif isinstance(value, list | deque | set):
+        content = list(value)
+        yield lambda: (value.clear(), value.update(content) if isinstance(value, set) else value.extend(content))
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | deque) else ()
+    for item in list(inner):
+        yield from _remember(item, known)

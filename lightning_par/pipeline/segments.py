@@ -1,0 +1,94 @@
+"""Segments: a run of the user's step on the whole module, cut where its layers begin and end.
+
+Segment 0 is what comes before the first layer, segment ``i + 1`` is layer i (with what comes between it and the layer before), and the
+last one is what comes after the last layer, to the loss. Gradients do not flow from one to another: each is a graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
+
+from lightning_par.pipeline.boundary import Inlet
+from lightning_par.pipeline.stage import StandIn
+
+Close = Callable[[int, list[Tensor], Tensor | None], None]
+"""Told where a segment ends: its number, the tensors of its end that need a gradient, and the leaf behind its beginning."""
+
+
+class Segments:
+    """Cuts runs of ``module`` at the members of its list ``layers``.
+
+    Args:
+        at_work: makes the context in which a layer runs, the cut behind it included.
+    """
+
+    def __init__(
+        self, module: nn.Module, layers: str, close: Close, at_work: Callable[[nn.Module], AbstractContextManager] = nullcontext
+    ) -> None:
+        self._list, self._close, self._at_work = module.get_submodule(layers), close, at_work
+        self._last = len(self._list) + 1
+        self._entry: Tensor | None = None
+        self.ran: set[int] = set()
+        """Layers that ran."""
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Inside, the list holds stand-ins that cut."""
+        before = dict(self._list._modules)
+        for i, (name, layer) in enumerate(before.items()):
+            self._list._modules[name] = _Cut(layer, i, self)
+        try:
+            yield
+        finally:
+            self._list._modules.update(before)
+
+    def end(self, values: Any) -> None:
+        """The step has come to its end with these values: its loss, or whatever matters."""
+        self._turn(self._last, values)
+        self._entry = None
+
+    def around(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer as a segment."""
+        args, kwargs = self._turn(index + 1 if index else 0, (args, kwargs))
+        self.ran.add(index)
+        with self._at_work(layer), saved_tensors_hooks(_itself, _itself):  # who checkpoints the layer must not see this
+            return self._turn(index + 1, layer(*args, **kwargs))
+
+    def _turn(self, segment: int, values: Any) -> Any:
+        """The same values, at the beginning of the next segment's graph."""
+        ends = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._close(segment, ends, self._entry)
+        if not ends:
+            self._entry = None
+            return values
+        inlet = Inlet([tensor.detach() for tensor in ends], grad=True)
+        self._entry = inlet.entry
+        begins = iter(inlet.tensors)
+        return tree_map(lambda leaf: next(begins) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, values)
+
+
+class _Cut(StandIn):
+    """A layer, for ``isinstance`` too, that is run as a segment."""
+
+    def __init__(self, layer: nn.Module, index: int, segments: Segments) -> None:
+        super().__init__(layer)
+        self._hide(_index=index, _segments=segments, training=layer.training)
+
+    @property
+    def __class__(self) -> type[nn.Module]:
+        return type(self._stands_for)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._segments.around(self._index, self._stands_for, args, kwargs)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,179 @@
+"""Which modules come before the layers and which after: seen in a dry run, said by the user, or as they are registered. No process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_par.pipeline import PipelineError, Uses, dry_run, place
+from lightning_par.pipeline.aside import aside, lent
+from lightning_par.recipes.gpt import GPT, GPTConfig
+from tests.pipeline.parity import tokens
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    """Modules registered in another order than that of their use, and some used in odd ways."""
+
+    def __init__(self, *, tie: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(WIDTH)  # after
+        self.head = nn.Linear(WIDTH, 7, bias=False)  # after
+        self.gain = nn.Linear(WIDTH, WIDTH)  # in every layer
+        self.spare = nn.Linear(WIDTH, WIDTH)  # never
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Linear(1, WIDTH)  # before and after
+        self.embed = nn.Embedding(7, WIDTH)  # before
+        self.probe = nn.Parameter(torch.ones(WIDTH))
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        one = torch.ones(1, dtype=self.probe.dtype)
+        x = self.embed(ids) * self.scale(one)
+        for layer in self.layers:
+            x = layer(x + self.gain.bias)
+        return F.cross_entropy(self.head(self.norm(x) * self.scale(one)).flatten(0, 1), labels.flatten())
+
+
+BATCH = (torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]]))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_modules_go_where_they_are_used_whatever_the_order_of_registration(tie: bool) -> None:
+    model = Net(tie=tie)
+    uses = dry_run(model, "layers", lambda batch: model(*batch), BATCH)
+    assert uses.before == {"embed.weight", "scale.weight", "scale.bias", "gain.bias"}
+    assert uses.after == {"norm.weight", "norm.bias", "head.weight", "scale.weight", "scale.bias"}
+    assert uses.inside == {"gain.bias"} | {f"layers.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")}
+    placement = place(model, 4, uses=uses)
+    assert placement.before == ("spare", "scale", "embed"), "what is not used stays where it is registered"
+    assert placement.after == ("norm", "head", "scale")
+    stages = {name: list(placement.stages_of(name)) for name in ("scale.weight", "gain.bias", "probe", "norm.bias", "spare.bias")}
+    assert stages == {"scale.weight": [0, 3], "gain.bias": [0, 1, 2, 3], "probe": [0, 1, 2, 3], "norm.bias": [3], "spare.bias": [0]}
+
+
+def test_a_dry_run_leaves_the_model_alone() -> None:
+    model = Net(tie=True)
+    before = {name: (id(param), param.clone(), param.requires_grad) for name, param in model.named_parameters()}
+    dry_run(model, "layers", lambda batch: model(*batch), BATCH)
+    assert model.head.weight is model.embed.weight
+    for name, param in model.named_parameters():
+        assert (id(param), param.requires_grad) == (before[name][0], before[name][2])
+        assert torch.equal(param, before[name][1])
+        assert param.grad is None
+    assert [type(layer) for layer in model.layers] == [nn.Linear] * 4
+
+
+def test_a_head_that_is_the_embedding_itself_keeps_it_at_both_ends() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(7, WIDTH)
+            self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.linear(self.layers(self.embed(ids)), self.embed.weight).sum()
+
+    model = Functional()
+    placement = place(model, 3, uses=dry_run(model, "layers", model, BATCH[0]))
+    assert list(placement.stages_of("embed.weight")) == [0, 2]
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_dry_run_sees_through_checkpointing_and_frozen_modules(wrap: bool) -> None:
+    model = GPT(GPTConfig(vocab_size=37, hidden=8, layers=3, heads=2, kv_heads=1, ffn=8))
+    model.embed.requires_grad_(False)
+    forwards = [layer.forward for layer in model.layers]
+    for layer, forward in zip(model.layers, forwards, strict=True) if wrap else ():
+        layer.forward = lambda *args, run=forward: checkpoint(run, *args, use_reentrant=False)
+    uses = dry_run(model, "layers", lambda batch: model(**batch).loss, tokens(2, 5))
+    assert place(model, 2, uses=uses).before == ("embed",)
+    assert place(model, 2, uses=uses).after == ("norm", "head")
+
+
+def test_a_step_that_needs_numbers_raises_and_leaves_the_model_alone() -> None:
+    model = Net()
+    with pytest.raises(RuntimeError):
+        dry_run(model, "layers", lambda batch: model(*batch).item(), BATCH)
+    assert model(*BATCH).isfinite()
+
+
+def test_the_user_says_otherwise() -> None:
+    model = nn.ModuleDict({"net": Net()})
+    model["net"].pipeline_after = ["norm", "head", "gain"]
+    model["net"].pipeline_before = "gain"
+    uses = Uses(after=frozenset({"net.embed.weight"}))
+    placement = place(model, 2, uses=uses)
+    assert placement.before == ("net.gain", "net.spare")
+    assert placement.after == ("net.norm", "net.head", "net.gain", "net.scale", "net.embed")
+
+
+def test_a_part_of_a_module_can_be_named() -> None:
+    model = nn.ModuleDict(
+        {"ends": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "h": nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])}
+    )
+    model.pipeline_layers, model.pipeline_after = "h", ["ends.1"]
+    assert place(model, 3).before == ("ends.0",)
+    assert place(model, 3).after == ("ends.1",)
+    model.pipeline_after = ["ends"]
+    assert place(model, 3).after == ("ends",)
+
+
+@pytest.mark.parametrize("name", ["nrm", "layers", "layers.0", ""])
+def test_names_that_are_no_modules_beside_the_layers_are_refused(name: str) -> None:
+    model = Net()
+    model.pipeline_after = [name]
+    with pytest.raises(PipelineError, match=rf"pipeline_after of Net names '{name}'.*there are: norm, head, gain, spare, scale, embed"):
+        place(model, 2)
+
+
+class Busy(nn.Module):
+    """Changes as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.counts, self.last, self.known = [], {"calls": 0}, None, {1}
+        self.total, self.generator = torch.zeros(2), torch.Generator().manual_seed(3)
+        self.inner = nn.BatchNorm1d(2)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        self.counts["calls"] += 1
+        self.known.add(len(self.seen))
+        self.last = self.new = "yes"
+        self.total += x.sum(0)
+        self.steps += 1
+        self.eval()
+        torch.randn(1, generator=self.generator)
+        return self.inner.train()(x)
+
+
+def _state(module: Busy) -> Any:
+    attributes = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in ("total", "generator")}
+    tensors = [module.total, *module.state_dict().values(), module.generator.get_state()]
+    return attributes, module.inner.training, [tensor.tolist() for tensor in tensors]
+
+
+def test_what_runs_aside_leaves_no_trace() -> None:
+    import copy
+
+    module = Busy()
+    before, generator, steps = copy.deepcopy(_state(module)), module.generator, module.steps
+    with aside(module), lent(list(module.modules()), torch.device("cpu")):
+        module(torch.randn(3, 2))
+        assert _state(module) != before
+    assert _state(module) == before
+    assert module.generator is generator
+    assert module.steps is steps
+    with pytest.raises(RuntimeError), aside(module):
+        module(torch.randn(3, 4))
+    assert module.seen == []

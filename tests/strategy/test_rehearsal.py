@@ -1,0 +1,294 @@
+"""What is found out before a module is cut: the order of use, and what layers cost. Training afterwards is as if nobody had looked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_par import HybridParallelStrategy
+from lightning_par.strategy.rehearsal import NoSampleError, sample
+from tests.harness import WorldError, run_world
+from tests.harness.models import QUIET
+from tests.harness.parity import assert_same, fit, fit_world
+
+ROWS = TensorDataset(torch.arange(10.0)[:, None])
+
+
+# --- a batch to try ------------------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(10.0))
+
+
+class Once(Stream):
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        raise AssertionError("nothing must be taken from it")
+
+
+class NoSize:
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1]])
+
+
+def _rows(batch: Any) -> list[float]:
+    return batch[0].flatten().tolist()
+
+
+def test_a_batch_is_made_of_the_first_samples_whatever_the_sampler_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    assert _rows(sample(DataLoader(ROWS, batch_size=3, shuffle=True, generator=generator))) == [0, 1, 2]
+    assert torch.equal(generator.get_state(), before)
+    assert _rows(sample(DataLoader(ROWS, batch_size=30))) == list(range(10))
+    assert _rows(sample(DataLoader(ROWS, batch_sampler=BatchSampler(SequentialSampler(ROWS), 4, False)))) == [0, 1, 2, 3]
+    assert sample(DataLoader(ROWS, batch_size=None))[0].tolist() == [0]
+    assert sample(DataLoader(Stream(), batch_size=2)).tolist() == [0, 1]
+    both = sample({"a": DataLoader(ROWS, batch_size=1), "b": [DataLoader(Stream(), batch_size=2)]})
+    assert (_rows(both["a"]), both["b"][0].tolist()) == ([0], [0, 1])
+    assert sample(range(5, 9)) == 5
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (None, "there is no dataloader"),
+        (DataLoader(Once(), batch_size=2), "the Once can be read only once"),
+        (Once(), "can be read only once"),
+        (DataLoader(ROWS, batch_sampler=NoSize()), "the NoSize of the dataloader does not tell its batch_size"),
+        (DataLoader(TensorDataset(torch.zeros(0))), "the dataset is empty"),
+        ((range(0)), "the range is empty"),
+        (CombinedLoader([DataLoader(ROWS)]), "a CombinedLoader"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_data_that_gives_no_batch_is_named(data: Any, reason: str) -> None:
+    with pytest.raises(NoSampleError, match=reason):
+        sample(data)
+
+
+# --- layers weighed by time ----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.seconds = nn.Linear(6, 6), nn.Dropout(0.2), seconds
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        time.sleep(self.seconds)
+        return x + self.dropout(torch.tanh(self.linear(x)))
+
+
+class Net(L.LightningModule):
+    """Its first layer is slow; it draws random numbers, counts, and logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.layers = nn.ModuleList(Block(0.03 if i == 0 else 0.0) for i in range(5))
+        self.head = nn.Linear(6, 3)
+        self.metric, self.seen, self.count, self.hooks = MeanMetric(), [], 0, 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        self.count += 1
+        self.seen.append(batch_idx)
+        self.metric.update(x.sum())
+        x = self.embed(x + 0.1 * torch.randn_like(x))
+        for layer in self.layers:
+            x = layer(x)
+        loss = F.cross_entropy(self.head(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x = self.embed(batch[0])
+        for layer in self.layers:
+            x = layer(x)
+        self.log("val_loss", F.cross_entropy(self.head(x), batch[1]))
+
+    def train_dataloader(self) -> DataLoader:
+        self.hooks += 1
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.randn(12, 4, generator=generator), torch.randint(0, 3, (12,), generator=generator))
+        torch.randn(self.hooks)  # a hook that draws
+        return DataLoader(data, batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert all(parameter.grad is None for parameter in self.parameters())
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def _train(balance: Any, options: dict[str, Any]) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    strategy = HybridParallelStrategy(pp=2, microbatches=2, balance=balance, **options)
+    size = torch.distributed.get_world_size()
+    trainer = L.Trainer(devices=size, strategy=strategy, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0, **QUIET)
+    module = Net()
+    trainer.fit(module)
+    weights = strategy.full_state_dict() or {}
+    return {
+        "sizes": strategy._assembled.pipeline.placement.sizes,
+        "weights": {name: weight.tolist() for name, weight in weights.items()},
+        "buffers": {name: buffer.tolist() for name, buffer in module.named_buffers()},
+        "counted": (module.count, module.seen, module.hooks, module.metric.update_count, module.metric.compute().item()),
+        "draw": torch.randn(3).tolist(),
+        "loss": trainer.callback_metrics["train_loss"].item(),
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb_h1", "zero": 1}, {"zero": 3, "dp": 2}], ids=["1f1b", "zb_h1 zero1", "dp2 zero3"])
+def test_a_cut_by_measured_time_trains_bit_for_bit_as_the_same_cut_by_hand(options: dict[str, Any]) -> None:
+    size = 2 * options.get("dp", 1)
+    profiled = run_world(_train, size, "profile", options)
+    assert [run["sizes"] for run in profiled] == [(1, 4)] * size
+    assert profiled == run_world(_train, size, (1, 4), options)
+    assert profiled[0]["weights"]
+
+
+def _evaluate() -> tuple[int, ...]:
+    strategy = HybridParallelStrategy(pp=2, balance="profile")
+    trainer = L.Trainer(devices=2, strategy=strategy, **QUIET)
+    module = Net()
+    trainer.validate(module, verbose=False)
+    assert module.training
+    return strategy._assembled.pipeline.placement.sizes
+
+
+def test_evaluation_weighs_its_own_step() -> None:
+    assert run_world(_evaluate, 2) == [(1, 4)] * 2
+
+
+class FromOnce(Net):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Once(), batch_size=2)
+
+
+class Failing(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        raise LookupError("no such row")
+
+
+def _refused(kind: type[Net]) -> None:
+    trainer = L.Trainer(devices=2, strategy=HybridParallelStrategy(pp=2, balance="profile"), max_steps=1, **QUIET)
+    trainer.fit(kind())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (
+            FromOnce,
+            r"balance=profile tries the step on a batch, but the Once can be read only once; balance by parameters, by flops or by hand",
+        ),
+        (Failing, r"(?s)LookupError: no such row.*as balance=profile tried the step to weigh the layers"),
+    ],
+)
+def test_where_there_is_nothing_to_measure_it_is_said(kind: type[Net], reason: str) -> None:
+    with pytest.raises(WorldError, match=reason):
+        run_world(_refused, 2, kind)
+
+
+# --- the order of use ----------------------------------------------------------------------------------------------------------------
+
+
+class Disordered(L.LightningModule):
+    """Registers its modules in another order than that of use, and uses some in several places."""
+
+    def __init__(self, case: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.case = case
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+        self.shift = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.embed = nn.Linear(4, 6)
+        if case == "said":
+            self.pipeline_before, self.pipeline_after = ["embed"], ["norm", "head"]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.embed(x)
+        if self.case in ("said", "unknown"):
+            float(x.detach().sum())  # needs numbers: no dry run
+        for layer in self.layers:
+            x = layer(x)
+        loss = F.cross_entropy(self.head(self.norm(x)), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Carrying(nn.Module):
+    """Takes the same at every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) + given
+
+
+def rows(num_replicas: int = 1, rank: int = 0) -> DataLoader:
+    x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=6)
+
+
+class Handed(Disordered):
+    """Gives what the first stage computes to every layer, and past them to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Carrying() for _ in range(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        x = first = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, self.shift(first))
+        loss = F.cross_entropy(self.head(self.norm(x + first)), y)
+        self.log("train_loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("module", "layout"),
+    [
+        (partial(Disordered, ""), {"pp": 2}),
+        (partial(Disordered, "said"), {"pp": 3}),
+        (Handed, {"pp": 2, "schedule": "zbv", "chunks": 2, "zero": 1}),
+        (Handed, {"pp": 3, "balance": "profile"}),
+    ],
+    ids=["seen", "said", "handed on", "handed on, weighed"],
+)
+def test_modules_stand_where_they_are_used(module: Any, layout: dict[str, Any]) -> None:
+    assert_same(fit_world(module, rows, layout, layout["pp"], gradient_clip_val=None), fit(module, rows, gradient_clip_val=None))
+
+
+def test_an_order_that_can_neither_be_seen_nor_was_said_is_refused_with_the_way_out() -> None:
+    with pytest.raises(WorldError, match=r"loss of the first batch is NaN|pipeline_(before|after) = \["):
+        fit_world(partial(Disordered, "unknown"), rows, {"pp": 2}, 2, gradient_clip_val=None)
