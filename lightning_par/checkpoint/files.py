@@ -15,6 +15,7 @@ to be written together are first put one by one into files without a name (``Scr
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import pickle
 import re
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,6 +69,46 @@ def write_through(file: Path, write: Callable[[IO[bytes]], object]) -> None:
         write(opened)
         opened.flush()
         os.fsync(opened.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in ``folder`` lie on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Tell other processes, through ``is_held``, that this one works in ``folder``. The system forgets it when the process ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes forked meanwhile, which have the handle too
+        os.close(handle)
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a living process works in ``folder``; None where the file system cannot tell."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    return False
 
 
 class Scratch:

@@ -9,11 +9,14 @@ Note [A complete folder]
       meta.pt                                      everything else, in plain containers
       sums.json                                    size and CRC-32 of each of these files, so that damage is found and named
 
-Ranks write into ``last.partial``; when all have written, rank 0 adds ``meta.pt`` and ``sums.json`` and renames the folder to ``last``.
-So a folder under its own name is complete, and one called ``*.partial`` never is. If ``last`` exists, it is first renamed to
-``last.replaced`` and deleted once the new one has its name: at every moment one of them is complete, and reading falls back on
-``last.replaced``. Loading reads every file once more than it must, each rank its share of them, and stops before anything is loaded if one
-is not what was written.
+Ranks write into ``last.partial``. When all have told rank 0 what they have written, it sees that all of it is there, adds the index,
+``meta.pt`` and ``sums.json``, and renames the folder to ``last``. So a folder under its own name is complete, and one called ``*.partial``
+never is. If ``last`` exists, it is first renamed to ``last.replaced`` and deleted once the new one has its name: at every moment one of
+them is complete, and reading falls back on ``last.replaced``. What is deleted is first renamed to ``*.partial`` too. Loading reads every
+file once more than it must, each rank its share of them, and stops before anything is loaded if one is not what was written.
+
+A crash may leave ``*.partial`` and ``last.replaced``. The next save to the same parent gives ``last.replaced`` its name back if nothing
+else has it, and deletes the rest, but for folders that a living process is writing: rank 0 holds a lock on its own.
 
 Nothing in the folder depends on the layout: tensors are named and shaped as in the user's whole module.
 """
@@ -22,29 +25,46 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.files import write_through
+from lightning_par.checkpoint.files import held, is_held, sync_folder, write_through
+from lightning_par.checkpoint.index import INDEX, IndexReader
 from lightning_par.checkpoint.shard import LoadPlanner, SavePlanner, Shard
 from lightning_par.checkpoint.source import require_fit
 from lightning_par.comm import Group
 
-META, INDEX, SUMS, PARTIAL, REPLACED = "meta.pt", ".metadata", "sums.json", ".partial", ".replaced"
+META, SUMS, PARTIAL, REPLACED = "meta.pt", "sums.json", ".partial", ".replaced"
+OURS = re.compile(r"(\.metadata|__(?P<rank>\d+)_\d+\.distcp|meta\.pt|sums\.json)(\.tmp)?")
+"""The names of our files."""
 CHUNK = 2**20
 Sums = dict[str, tuple[int, int]]
 """Size and CRC-32 of files, by name."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has written: its boxes, where they lie, and its files."""
+
+    plan: SavePlan
+    results: Sequence[WriteResult]
+    sums: Sums
 
 
 def save(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], meta: Mapping[str, Any], world: Group) -> None:
@@ -54,12 +74,28 @@ def save(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], meta: Map
         CheckpointError: on every rank, if any rank cannot write.
     """
     target = Path(folder)
-    partial = target.with_name(target.name + PARTIAL)
-    _on_rank_0(world, lambda: _begin(target, partial))
-    mine: Sums = {}
-    _everywhere(world, lambda: mine.update(_write(partial, tensors, world)))
-    sums = {name: told for rank in world.gather_objects(mine) for name, told in rank.items()}
-    _on_rank_0(world, lambda: _complete(target, partial, meta, sums))
+    with ExitStack() as begun:
+        _on_rank_0(target, world, lambda: begun.enter_context(_begun(target)))
+        parts = _everywhere(target, world, lambda: _write(_partial(target), tensors, world.index))
+        _on_rank_0(target, world, lambda: _complete(target, parts, meta))
+
+
+def remove(folder: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint, at once for those who look for it; a file or a link too. One process calls."""
+    for found in (_replaced(Path(folder)), Path(folder)):
+        if found.is_file():
+            found.unlink()
+        elif found.exists() or found.is_symlink():
+            _discard(found)
+
+
+def recover(parent: Path) -> None:
+    """Give checkpoints that a crash left under ``*.replaced`` their names back. Any process may call, several at once too."""
+    for replaced in parent.glob(f"*{REPLACED}"):
+        target = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if not target.exists() and not is_held(_partial(target)) and _is_whole(replaced):
+            with suppress(OSError):  # another process was faster, or nothing may be changed here
+                replaced.rename(target)
 
 
 def check(folder: str | os.PathLike[str], *, index: int = 0, ranks: int = 1) -> None:
@@ -69,21 +105,27 @@ def check(folder: str | os.PathLike[str], *, index: int = 0, ranks: int = 1) -> 
         CheckpointError: files are missing, cut short or damaged; all of them are named.
     """
     source = complete_folder(folder)
-    if not (source / SUMS).is_file():  # written before there were sums
-        return
+    if not (source / SUMS).is_file():
+        raise CheckpointError(f"checkpoint {source} is damaged: {SUMS} is missing")
     with _damage_is_named(source):
-        sums: Sums = {name: tuple(told) for name, told in json.loads((source / SUMS).read_text()).items()}
+        sums: Sums = {name: (int(size), int(crc)) for name, (size, crc) in json.loads((source / SUMS).read_text()).items()}
     faults = []
     for place, (name, (size, crc)) in enumerate(sorted(sums.items())):
         file = source / name
         if not file.is_file():
-            faults.append(f"{name} is missing")
+            faults.append(f"{name} is missing{_writer(name)}")
         elif file.stat().st_size != size:
-            faults.append(f"{name} has {file.stat().st_size:,} bytes, but {size:,} were written")
+            faults.append(f"{name} has {file.stat().st_size:,} bytes, but {size:,} were written{_writer(name)}")
         elif place % ranks == index and _sum(file)[1] != crc:
-            faults.append(f"{name} holds other bytes than were written")
+            faults.append(f"{name} holds other bytes than were written{_writer(name)}")
     if faults:
         raise CheckpointError(f"checkpoint {source} is damaged: {'; '.join(faults)}")
+
+
+def _writer(name: str) -> str:
+    """Whose file it is, where that can be told."""
+    told = OURS.fullmatch(name)
+    return f" (it is rank {told['rank']}'s)" if told is not None and told["rank"] is not None else ""
 
 
 def _sum(file: Path) -> tuple[int, int]:
@@ -110,7 +152,7 @@ def read_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.Size, to
     """Whole shape and dtype of every tensor in the checkpoint. Any rank may call alone."""
     source = complete_folder(folder)
     with _damage_is_named(source):
-        metadata = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+        metadata = IndexReader(source).read_metadata().state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -128,7 +170,7 @@ def read_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], r
     require_fit(source, {name: shape for name, (shape, _) in index.items()}, wanted)
     if wanted:
         with _damage_is_named(source), _no_word_of_single_processes():
-            dcp.load(dict(wanted), storage_reader=reader or dcp.FileSystemReader(source), planner=LoadPlanner(), no_dist=True)
+            dcp.load(dict(wanted), storage_reader=reader or IndexReader(source), planner=LoadPlanner(), no_dist=True)
 
 
 @contextmanager
@@ -136,29 +178,91 @@ def _damage_is_named(source: Path) -> Iterator[None]:
     """Whatever a reader says of a file that is cut short or gone, say of which checkpoint."""
     try:
         yield
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {source} cannot be read: {error}") from error
     except (Exception, CheckpointException) as error:
         causes = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         told = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
         raise CheckpointError(f"checkpoint {source} is damaged or incomplete: {told}") from error
 
 
-def _begin(target: Path, partial: Path) -> None:
+@contextmanager
+def _begun(target: Path) -> Iterator[None]:
+    """An empty ``*.partial`` to write to, ours as long as this lasts, and gone then unless it was renamed."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file: a checkpoint of ours is a folder; choose another path or delete the file")
+    partial = _partial(target)
+    for folder in (target, partial):
+        if folder.is_dir() and not _is_ours(folder):
+            raise CheckpointError(
+                f"{folder} holds files that are none of ours, and would be replaced: choose another path, or move it away"
+            )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _clean(target.parent)
+    if is_held(partial):
+        raise CheckpointError(f"{partial} is being written by another run: give each run a folder of its own")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
+    with held(partial):
+        try:
+            yield
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(partial: Path, tensors: Mapping[str, Shard], world: Group) -> Sums:
-    """Write this rank's files; what they are to be known by."""
-    alone = world.size == 1
-    try:
-        with _no_word_of_single_processes():
-            dcp.save(dict(tensors), checkpoint_id=partial, planner=SavePlanner(), process_group=world.handle, no_dist=alone)
-    except CheckpointException as error:  # every rank has it, with the errors of all
-        mine = error.failures.get(world.index)
-        raise CheckpointError("another rank could not write" if mine is None else f"{type(mine[0]).__name__}: {mine[0]}") from error
-    return {file.name: _sum(file) for file in partial.glob(f"__{world.index}_*")}
+def _clean(parent: Path) -> None:
+    """Undo what a crash has left. See Note [A complete folder]."""
+    recover(parent)
+    for replaced in parent.glob(f"*{REPLACED}"):
+        target = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if _is_whole(target) and not is_held(_partial(target)) and _is_ours(replaced):
+            _discard(replaced)
+    for partial in parent.glob(f"*{PARTIAL}"):
+        if is_held(partial) is False and _is_ours(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _discard(folder: Path) -> None:
+    """Delete it, so that no half of it ever has its name; of a link only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    partial = _partial(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    folder.rename(partial)
+    shutil.rmtree(partial)
+
+
+def _is_ours(folder: Path) -> bool:
+    """A checkpoint, or what is left of one, or empty."""
+    return folder.is_dir() and (_is_whole(folder) or all(OURS.fullmatch(file.name) for file in folder.iterdir()))
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + PARTIAL)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(folder.name + REPLACED)
+
+
+def _write(partial: Path, tensors: Mapping[str, Shard], rank: int) -> Part:
+    """Write this rank's files."""
+    planner, writer = SavePlanner(), dcp.FileSystemWriter(partial)
+    planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
+    writer.set_up_storage_writer(rank == 0)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plan = planner.finish_plan(writer.prepare_global_plan([plan] * (rank + 1))[rank])  # its files are called after its place
+    results = writer.write_data(plan, planner).wait()
+    return Part(plan, results, {file.name: _sum(file) for file in partial.glob(f"__{rank}_*")})
+
+
+def _write_index(partial: Path, parts: Sequence[Part]) -> None:
+    planner, writer = SavePlanner(), dcp.FileSystemWriter(partial)
+    planner.set_up_planner({}, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    _, index = planner.create_global_plan([part.plan for part in parts])
+    writer.finish(index, [list(part.results) for part in parts])
 
 
 @contextmanager
@@ -169,23 +273,35 @@ def _no_word_of_single_processes() -> Iterator[None]:
         yield
 
 
-def _complete(target: Path, partial: Path, meta: Mapping[str, Any], sums: Sums) -> None:
+def _complete(target: Path, parts: Sequence[Part], meta: Mapping[str, Any]) -> None:
+    partial, replaced = _partial(target), _replaced(target)
+    sums = {name: told for part in parts for name, told in part.sums.items()}
+    unseen = [name for name, (size, _) in sums.items() if not (partial / name).is_file() or (partial / name).stat().st_size != size]
+    if unseen:
+        raise CheckpointError(
+            f"{', '.join(name + _writer(name) for name in unseen)}: not in {partial} as rank 0 sees it; all ranks must write to storage "
+            "that they share"
+        )
+    _write_index(partial, parts)
     write_through(partial / META, lambda file: torch.save(dict(meta), file))
-    sums = sums | {name: _sum(partial / name) for name in (META, INDEX)}
+    sums |= {name: _sum(partial / name) for name in (META, INDEX)}
     write_through(partial / SUMS, lambda file: file.write(json.dumps(sums, indent=1).encode()))
-    replaced = target.with_name(target.name + REPLACED)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
+    sync_folder(partial)
+    if target.exists() or target.is_symlink():
         target.rename(replaced)
     partial.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
+    sync_folder(target.parent)
+    if replaced.exists() or replaced.is_symlink():
+        with suppress(OSError):  # the checkpoint is complete; the next save tries again
+            _discard(replaced)
 
 
 def _found(folder: Path) -> Path | None:
-    for candidate in (folder, folder.with_name(folder.name + REPLACED)):
-        if (candidate / META).is_file() and (candidate / INDEX).is_file() and not candidate.name.endswith(PARTIAL):
-            return candidate
-    return None
+    return next((candidate for candidate in (folder, _replaced(folder)) if _is_whole(candidate)), None)
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / META).is_file() and (folder / INDEX).is_file() and not folder.name.endswith(PARTIAL)
 
 
 def complete_folder(folder: str | os.PathLike[str]) -> Path:
@@ -196,18 +312,32 @@ def complete_folder(folder: str | os.PathLike[str]) -> Path:
     return found
 
 
-def _everywhere(world: Group, action: Any) -> None:
-    """Run ``action`` on every rank; if it fails on one, all raise."""
-    error = None
+def _everywhere(target: Path, world: Group, action: Callable[[], T]) -> list[T]:
+    """What ``action`` returns, from all ranks in order; if it fails on one, all raise."""
+    result, error = None, None
     try:
-        action()
+        result = action()
     except Exception as exception:
         error = exception
-    failures = [(rank, text) for rank, text in enumerate(world.gather_objects(None if error is None else f"{error}")) if text is not None]
+    try:
+        told = world.gather_objects((result, None if error is None else describe(error)))
+    except RuntimeError as lost:
+        raise CheckpointError(f"checkpoint {target} is not saved: another rank is gone: {lost}") from (error or lost)
+    failures = [(rank, text) for rank, (_, text) in enumerate(told) if text is not None]
     if failures:
         listed = "\n".join(f"  - rank {rank}: {text}" for rank, text in failures)
-        raise CheckpointError(f"saving the checkpoint failed:\n{listed}") from error
+        raise CheckpointError(f"saving checkpoint {target} failed:\n{listed}") from error
+    return [result for result, _ in told]
 
 
-def _on_rank_0(world: Group, action: Any) -> None:
-    _everywhere(world, action if world.index == 0 else lambda: None)
+def _on_rank_0(target: Path, world: Group, action: Callable[[], object]) -> None:
+    def act() -> None:
+        if world.index == 0:
+            action()
+
+    _everywhere(target, world, act)
+
+
+def describe(error: BaseException) -> str:
+    """What it says; of errors that are not ours, also of what kind it is."""
+    return f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -21,7 +21,8 @@ def check_strategy(config: DictConfig) -> None:
     Raises:
         LayoutError: both are chosen.
     """
-    chosen = {field: value for field, value in config.parallel.items() if value != getattr(ParallelLayout, field, value)}
+    defaults = {field: getattr(ParallelLayout, field, value) for field, value in config.parallel.items()} | {"async_save": False}
+    chosen = {field: value for field, value in config.parallel.items() if value != defaults[field]}
     if chosen:
         told = ", ".join(f"parallel.{field}={value}" for field, value in chosen.items())
         raise LayoutError(
@@ -31,11 +32,11 @@ def check_strategy(config: DictConfig) -> None:
 
 def check_layout(config: DictConfig) -> ParallelLayout:
     """The layout with `dp` as a number, or a LayoutError with everything that is wrong with it."""
-    layout = ParallelLayout(**{field: value for field, value in config.parallel.items() if field != "zero_options"})
+    layout = ParallelLayout(**{field: value for field, value in config.parallel.items() if field not in ("zero_options", "async_save")})
     world = local_world_size(config.trainer) * config.trainer.num_nodes
     facts = _model_facts(config.model) | ModelFacts(sequence=config.data.get("sequence_length"))
     violations = layout.violations(world, facts) + _batch_violations(layout, world, config.data.get("batch_size"))
-    if violations := violations + _option_violations(config.parallel.get("zero_options")) + _precision_violations(config.get("precision")):
+    if violations := violations + _option_violations(config.parallel) + _precision_violations(config.get("precision")):
         raise LayoutError(violations)
     return layout.resolve(world)
 
@@ -51,12 +52,15 @@ def _batch_violations(layout: ParallelLayout, world: int, batch: int | None) -> 
     return [found for found in layout.violations(world, facts) if found not in layout.violations(world)]
 
 
-def _option_violations(options: DictConfig | None) -> list[str]:
+def _option_violations(parallel: DictConfig) -> list[str]:
+    found = []
     try:
-        ZeroOptions(**(options or {}))
+        ZeroOptions(**(parallel.get("zero_options") or {}))
     except (TypeError, ValueError) as error:
-        return [f"parallel.zero_options: {error}"]
-    return []
+        found.append(f"parallel.zero_options: {error}")
+    if not isinstance(parallel.get("async_save", False), bool):
+        found.append(f"parallel.async_save={parallel.async_save}: give true or false")
+    return found
 
 
 def _precision_violations(precision: DictConfig | None) -> list[str]:

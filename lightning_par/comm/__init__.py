@@ -4,7 +4,7 @@ from lightning_par.comm.group import DONE, Group, Work
 from lightning_par.comm.lanes import Lanes
 from lightning_par.comm.later import Later
 from lightning_par.comm.meeting import Meeting
-from lightning_par.comm.mesh import Mesh
+from lightning_par.comm.mesh import Mesh, apart
 from lightning_par.comm.p2p import Message, exchange
 from lightning_par.comm.pairs import copy_to, gather_from, reduce_from, scatter_to
 from lightning_par.comm.trace import Sent, Trace
@@ -20,6 +20,7 @@ __all__ = [
     "Sent",
     "Trace",
     "Work",
+    "apart",
     "copy_to",
     "exchange",
     "gather_from",

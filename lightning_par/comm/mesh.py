@@ -13,7 +13,7 @@ reduces gradients during backward, one that did not only after it, so these call
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -98,3 +98,11 @@ class Mesh:
             world=group(*AXES),
             trace=trace,
         )
+
+
+def apart(group: Group, backend: str | None = None) -> Group:
+    """The same ranks with a process group of their own: its calls need keep no order with others. All ranks call."""
+    if group.size == 1:
+        return group
+    handle = dist.new_group(list(group.ranks), timeout=group.timeout, backend=backend, use_local_synchronization=True)
+    return replace(group, handle=handle)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_par.checkpoint import Shard
+from lightning_par.checkpoint.savers import Background, Immediate, Saver
 from lightning_par.comm import Mesh
 from lightning_par.layout import LayoutError, ParallelLayout, RankGrid
 from lightning_par.precision import ParallelPrecision
@@ -28,9 +29,8 @@ from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
 from lightning_par.strategy.facts import model_facts
 from lightning_par.strategy.refusals import loop_violations, module_violations
-from lightning_par.strategy.rehearsal import Rehearsal
 from lightning_par.strategy.sampling import ReplicaSampler
-from lightning_par.strategy.saving import Attendance, Holdings
+from lightning_par.strategy.saving import Attendance, Holdings, foreseen, saving_violations, settle
 from lightning_par.strategy.schedules import wait_for_steps
 from lightning_par.strategy.steps import Step, StepRunner
 from lightning_par.strategy.weight_averaging import open_weights
@@ -45,6 +45,8 @@ class HybridParallelStrategy(ParallelStrategy):
     Args:
         layout: the degrees of all axes; or give its fields as keywords.
         zero_options: bucket size, prefetching and the like: a ``ZeroOptions`` or its fields as a dict.
+        async_save: checkpoints that are saved during a fit are written while it goes on: a save takes the time to copy this rank's shards
+            to host memory, and that much of it. See Note [Saving while training goes on] in ``saving``.
         timeout: of a collective: how long a rank waits for the others.
         layout_fields: the fields of ``ParallelLayout``: dp, tp, pp, cp, zero, replicate, schedule, chunks,
             microbatches.
@@ -63,20 +65,26 @@ class HybridParallelStrategy(ParallelStrategy):
         layout: ParallelLayout | None = None,
         *,
         zero_options: ZeroOptions | Mapping[str, Any] | None = None,
+        async_save: bool = False,
         timeout: timedelta = DEFAULT_TIMEOUT,
         **layout_fields: Any,
     ) -> None:
         super().__init__()
         if not isinstance(zero_options, ZeroOptions | Mapping | None):
             raise TypeError(f"zero_options={zero_options!r}: give ZeroOptions, or its fields as a dict")
+        if not isinstance(async_save, bool):
+            raise TypeError(f"async_save={async_save!r}: give True or False")
         if not isinstance(timeout, timedelta):
             raise TypeError(f"timeout={timeout!r}: give a datetime.timedelta, as in timedelta(minutes=30)")
         self.zero_options = zero_options if isinstance(zero_options, ZeroOptions) else ZeroOptions(**(zero_options or {}))
         self.requested = _layout_of(layout, layout_fields)
+        self.async_save = async_save
         self.timeout = timeout
         self.num_nodes = 1
         self._mesh: Mesh | None = None
         self._attendance: Attendance | None = None
+        self._saver: Saver | None = None
+        self._trains = False
         self._assembled: Assembled | None = None
         self._runner: StepRunner | None = None
         self._data_parallel: DataParallel | None = None
@@ -160,6 +168,7 @@ class HybridParallelStrategy(ParallelStrategy):
         violations = self.requested.violations(self.num_nodes * self.num_processes, facts)
         if module is not None and self._fits(trainer):
             violations += loop_violations(self.requested, module, trainer)
+            violations += saving_violations(trainer) if self.async_save else []
         if module is not None and self._is_whole(module) and not violations:
             violations += module_violations(self.requested, module)
         if trainer.state.fn == TrainerFn.PREDICTING and self.requested.cp > 1:
@@ -180,6 +189,7 @@ class HybridParallelStrategy(ParallelStrategy):
         if self._mesh is None:
             self._mesh = Mesh.build(self.layout, timeout=self.timeout)
             self._attendance = Attendance(self._mesh.world)
+            self._saver = Background(self._mesh.world) if self.async_save else Immediate(self._mesh.world)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -196,9 +206,7 @@ class HybridParallelStrategy(ParallelStrategy):
             if self._layer_sync is not None:
                 synchronize_batch_norms(module, self.mesh.data)
             self.precision_plugin.convert_module(module)
-            self.precision_plugin.use(self.root_device, None)
-            rehearsal = self._rehearsal(trainer, module) if self.layout.pp > 1 else None
-            self._assembled = assemble(module, self.mesh, self.root_device, rehearsal)
+            self._assembled = assemble(module, self.mesh, self.root_device)
         self.model = module
         if self._data_parallel is None or self.layout.zero < 3:
             self.model_to_device()
@@ -213,17 +221,9 @@ class HybridParallelStrategy(ParallelStrategy):
         self.precision_plugin.use(self.root_device, None)
         if self._fits(trainer):
             self.setup_optimizers(trainer)
+            if isinstance(self._saver, Background):
+                self._until_teardown.enter_context(foreseen(trainer, self._saver))
         self.setup_precision_plugin()
-
-    def _rehearsal(self, trainer: pl.Trainer, module: pl.LightningModule) -> Rehearsal:
-        plugin = self.precision_plugin
-        contexts = {
-            TrainerFn.FITTING: plugin.train_step_context,
-            TrainerFn.VALIDATING: plugin.val_step_context,
-            TrainerFn.TESTING: plugin.test_step_context,
-            TrainerFn.PREDICTING: plugin.predict_step_context,
-        }
-        return Rehearsal(module, self.mesh, self.root_device, contexts[trainer.state.fn])
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -255,12 +255,16 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         seams.fail_on_sigterm(exception)
+        self._finish_saving(interrupted=True)
         if isinstance(self._launcher, seams.CheckedLauncher):
             self._launcher.end_others()
 
     @override
     def teardown(self) -> None:
         module = self._lightning_module
+        if self._saver is not None:
+            self._finish_saving(interrupted=module.trainer.interrupted)
+            self._saver.close()
         self._until_teardown.close()
         self.precision_plugin.steps.clear()
         if self._assembled is None:  # set-up failed: the module is as it was, perhaps sharded by another strategy
@@ -304,12 +308,17 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._trains = True
         trainer = self.lightning_module.trainer
         if trainer.num_training_batches < trainer.accumulate_grad_batches:
             rank_zero_warn(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but an epoch has {trainer.num_training_batches} batches: as "
                 f"Lightning does, each epoch ends with a step, whose gradient is divided by {trainer.accumulate_grad_batches} nonetheless"
             )
+
+    @override
+    def on_train_end(self) -> None:
+        self._finish_saving()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -454,13 +463,40 @@ class HybridParallelStrategy(ParallelStrategy):
         if storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO plugin; this strategy writes its own sharded folders")
         assert self._attendance is not None
+        assert self._saver is not None
         module = self.lightning_module
-        if self._attendance.all_come_to_save(filepath, interrupted=module is not None and module.trainer.interrupted):
-            self._holdings.save(checkpoint, filepath)
+        interrupted = module is not None and module.trainer.interrupted
+        settle(self._saver, interrupted=interrupted)
+        if self._attendance.all_come_to_save(filepath, interrupted=interrupted):
+            self._holdings.save(checkpoint, filepath, self._saver)
+        if not self._trains or seams.ends_job(filepath):
+            settle(self._saver, interrupted=interrupted)
+
+    @override
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint of any kind: with ``async_save`` after the save under way, and only if that succeeds."""
+        if self._saver is not None:
+            self._saver.remove(filepath)
+
+    def wait_for_checkpoint(self) -> None:
+        """Until the checkpoint that ``async_save`` has under way is complete. Any rank may call; a fit that ends does so itself.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write its part.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _finish_saving(self, *, interrupted: bool = False) -> None:
+        """From here on, what is saved is complete when the save returns."""
+        self._trains = False
+        if self._saver is not None:
+            settle(self._saver, interrupted=interrupted)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
         """The plain part of a checkpoint of any format; ``load_model_state_dict`` and ``load_optimizer_state_dict`` read the tensors."""
+        self.wait_for_checkpoint()
         return seams.completed(self._holdings.load(checkpoint_path), self.lightning_module.trainer)
 
     @property

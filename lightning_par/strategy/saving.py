@@ -1,20 +1,35 @@
-"""Saving and loading, as one rank does its part of it."""
+"""Saving and loading, as one rank does its part of it.
+
+Note [Saving while training goes on]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+With ``async_save``, a save returns when the rank's shards are copied to host memory; a thread writes the copies, see ``Background`` in
+``checkpoint.savers``. The folder gets its name when all ranks have written, as always. Whoever saves next, reads a checkpoint, ends the fit
+or is thrown out of it, waits for what is under way first. An error is raised on every rank by the next save, or at the end of the fit.
+
+ModelCheckpoint knows nothing of this. So it asks for a name that is being written, and hears that it is taken (``foreseen``); it deletes
+the last checkpoint as soon as it has saved the next, and the deletion waits until that one is complete. Outside of training, where nobody
+would wait for them, saves are complete when they return.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZERS, CheckpointError, Shard, Source, collect, open_checkpoint, plain, save
+from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZERS, CheckpointError, Shard, Source, collect, open_checkpoint, plain
+from lightning_par.checkpoint.savers import Background, Saver
 from lightning_par.comm import Group, Meeting, Mesh
 from lightning_par.strategy import state
 from lightning_par.strategy.assemble import Assembled
@@ -55,6 +70,44 @@ class Attendance:
         return not self.is_alone
 
 
+def settle(saver: Saver, *, interrupted: bool) -> None:
+    """Wait for what is under way. Where an exception has ended the run, that is what must be seen: a failed save is a warning then."""
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        if not interrupted:
+            raise
+        warnings.warn(f"{error}", stacklevel=3)
+
+
+@contextmanager
+def foreseen(trainer: pl.Trainer, saver: Background) -> Iterator[None]:
+    """ModelCheckpoint looks for names that are taken on rank 0, as they will be when all that is under way is done."""
+
+    def exists(filepath: str | os.PathLike[str], trainer: pl.Trainer) -> bool:
+        return trainer.strategy.reduce_boolean_decision(trainer.is_global_zero and saver.will_exist(filepath), all=False)
+
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    for callback in callbacks:
+        callback.file_exists = exists
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            del callback.file_exists
+
+
+def saving_violations(trainer: pl.Trainer) -> list[str]:
+    """What of the callbacks does not go with ``async_save``."""
+    links = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "save_last", None) == "link"]
+    if not links:
+        return []
+    return [
+        "async_save=True with ModelCheckpoint(save_last='link'): the link would take the place of the last one while the checkpoint it "
+        "points to is still being written; use save_last=True, or async_save=False"
+    ]
+
+
 @dataclass(frozen=True)
 class Holdings:
     """What this rank holds of a run: its part of the module, and of the optimizers' state. All ranks call each method together.
@@ -90,8 +143,8 @@ class Holdings:
             "meta": state.optimizer_meta(optimizer, self.data_parallel),
         }
 
-    def save(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str]) -> None:
-        """Write Lightning's ``checkpoint`` as a sharded folder. See Note [A complete folder] in ``checkpoint.native``."""
+    def save(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], saver: Saver) -> None:
+        """Have Lightning's ``checkpoint`` written as a sharded folder. See Note [A complete folder] in ``checkpoint.native``."""
         if self.data_parallel is not None:
             self.data_parallel.require_alike()
         tensors = {f"{MODEL}.{name}": shard for name, shard in checkpoint.pop("state_dict").items()}
@@ -107,7 +160,7 @@ class Holdings:
         if dropped:
             rank_zero_warn(f"not saved in {filepath}, since they are no plain data: {', '.join(dropped)}")
         meta["layout"] = self._layout()
-        save(filepath, tensors, meta, self.mesh.world)
+        saver.save(filepath, tensors, meta)
 
     def load(self, filepath: str | os.PathLike[str]) -> dict[str, Any]:
         """The plain part of a checkpoint of any format; ``load_model`` and ``load_optimizers`` read its tensors.

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,8 +20,8 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_par.checkpoint.native import recover
 from lightning_par.comm import Group
 
 __all__ = [
@@ -37,7 +39,7 @@ __all__ = [
     "asked_precision",
     "backward_multiplier",
     "completed",
-    "dataloaders",
+    "ends_job",
     "fail_on_sigterm",
     "gather",
     "is_last_batch",
@@ -47,7 +49,6 @@ __all__ = [
     "restrict_metrics",
     "seed_workers",
     "set_logged_rank",
-    "transferred",
     "wants_sampler",
     "with_sampler",
     "zeroes_gradients",
@@ -66,11 +67,26 @@ class CheckedLauncher(_SubprocessScriptLauncher):
         assert trainer is not None
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, pl.LightningDataModule | DataLoader)]
         self._check(trainer, given[0] if given else None)  # the Trainer itself does not know it yet
+        if any(isinstance(value, str) and value == "last" for value in (*args, *kwargs.values())):
+            _recover_last(trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def end_others(self) -> None:
         """Stop the ranks that this process started; they would wait for it in a collective."""
         self.kill(signal.SIGTERM)
+
+
+def _recover_last(trainer: pl.Trainer) -> None:
+    """Before Lightning looks for ``ckpt_path="last"``: give a checkpoint its name back that a crash left under another."""
+    for callback in trainer.checkpoint_callbacks:
+        folder = callback._ModelCheckpoint__resolve_ckpt_dir(trainer) if isinstance(callback, ModelCheckpoint) else None
+        if folder is not None:
+            recover(Path(folder))
+
+
+def ends_job(filepath: str | os.PathLike[str]) -> bool:
+    """Whether this is the checkpoint after which Lightning gives the job back to SLURM."""
+    return Path(filepath).name.startswith("hpc_ckpt_")
 
 
 def predicts(module: pl.LightningModule | None) -> bool:
@@ -112,25 +128,6 @@ def restrict_metrics(module: torch.nn.Module, group: Group) -> None:
             metric.process_group = group.handle
             if group.size == 1:
                 metric.distributed_available_fn = lambda: False
-
-
-def dataloaders(trainer: pl.Trainer) -> Any:
-    """What the run at hand would read now, from the hook that makes it if there is one; None if it reads nothing."""
-    loops = {
-        TrainerFn.FITTING: trainer.fit_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
-    source = loops[trainer.state.fn]._data_source
-    return _request_dataloader(source) if source.is_defined() else None
-
-
-def transferred(batch: Any, module: pl.LightningModule) -> Any:
-    """A batch as steps get it: converted, moved to the device, through the user's hooks."""
-    trainer = module.trainer
-    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def join_world(cluster: ClusterEnvironment, device: torch.device, timeout: timedelta) -> None:

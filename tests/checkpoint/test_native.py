@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 import torch
 
 from lightning_par.checkpoint import CheckpointError, Shard, convert, is_native, native, read_index, read_meta, read_tensors, save
+from lightning_par.checkpoint.files import held
+from lightning_par.checkpoint.index import IndexReader
 from lightning_par.comm import Mesh
-from lightning_par.layout import ParallelLayout, ShardSpec, Span
+from lightning_par.layout import ParallelLayout, ShardSpec, Span, split
 from tests.checkpoint.fits import fit, fit_world
 from tests.harness import WorldError, run_world
 
@@ -85,7 +89,7 @@ def test_K12_a_write_that_fails_on_one_rank_raises_on_all_and_leaves_the_previou
     _assert_holds(tmp_path / "last", 3.0)
 
 
-@pytest.mark.parametrize("moment", ["_begin", "_complete", "rename"])
+@pytest.mark.parametrize("moment", ["_begun", "_complete", "rename"])
 def test_K12_a_process_killed_in_the_middle_of_a_save_leaves_the_previous(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "last"
     run_world(_save, 1, folder)
@@ -132,11 +136,24 @@ def test_K13_a_file_in_place_of_the_folder_raises_on_every_rank(tmp_path: Path) 
         run_world(_save, 2, tmp_path / "last")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_K13_a_read_only_place_raises_on_every_rank(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(WorldError, match=r"(?s)rank 0 ---.*PermissionError.*rank 1 ---.*PermissionError"):
-        run_world(_save, 2, tmp_path / "last")
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious").write_text("a file")
+    with pytest.raises(WorldError, match=r"(?s)rank 0 ---.*data holds files that are none of ours.*rank 1 ---.*holds files"):
+        run_world(_save, 2, tmp_path / "data")
+    assert (tmp_path / "data" / "precious").read_text() == "a file"
+
+
+def test_K13_an_empty_folder_and_a_link_give_way(tmp_path: Path) -> None:
+    run_world(_save, 1, tmp_path / "old")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("old")
+    (tmp_path / "nowhere").symlink_to("gone")
+    for name in ("empty", "link", "nowhere"):
+        run_world(_save, 2, tmp_path / name, 2.0)
+        _assert_holds(tmp_path / name, 2.0)
+    _assert_holds(tmp_path / "old", 1.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "nowhere", "old"]
 
 
 def test_K7_missing_tensors_and_other_shapes_are_all_named(tmp_path: Path) -> None:
@@ -230,3 +247,136 @@ def test_a_flipped_bit_stops_all_ranks_before_anything_is_loaded(tmp_path: Path)
         assert "__0_0.distcp holds other bytes than were written" in message
     with pytest.raises(CheckpointError, match="holds other bytes"):
         convert(folder, tmp_path / "out", "ckpt")
+
+
+def test_K20_the_index_is_read_without_running_what_is_in_it(tmp_path: Path) -> None:
+    run_world(_save, 1, tmp_path / "last")
+    ran = tmp_path / "ran"
+    (tmp_path / "last" / ".metadata").write_bytes(pickle.dumps(_Runs(f"touch {ran}")))
+    for read in (read_index, _read, lambda folder: convert(folder, tmp_path / "out", "ckpt")):
+        with pytest.raises(CheckpointError, match=r"names (posix|nt)\.system, which no index is made of.*refused"):
+            read(tmp_path / "last")
+    assert not ran.exists()
+
+
+class _Runs:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def _save_layers(folder: Path) -> None:
+    """Rows in every dtype that torch knows to save, so that the index names them all."""
+    world = _world()
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+    save(folder, {f"{dtype}": Shard.whole(torch.ones(3).to(dtype), writes=world.index == 0) for dtype in dtypes}, {}, world)
+
+
+def test_K20_every_file_is_plain_data(tmp_path: Path) -> None:
+    """Tensors lie in the .distcp files one behind the other, each as torch.save wrote it."""
+    run_world(_save_layers, 1, tmp_path / "last")
+    files = {path.name for path in (tmp_path / "last").iterdir()}
+    assert files == {"__0_0.distcp", ".metadata", "meta.pt", "sums.json"}
+    assert torch.load(tmp_path / "last/meta.pt", weights_only=True) == {}
+    assert json.loads((tmp_path / "last/sums.json").read_text())
+    index = IndexReader(tmp_path / "last").read_metadata()  # reads nothing but the names of an index
+    data = (tmp_path / "last/__0_0.distcp").read_bytes()
+    for where in index.storage_data.values():
+        tensor = torch.load(io.BytesIO(data[where.offset : where.offset + where.length]), weights_only=True)
+        assert tensor.double().tolist() == [1.0] * 3
+    assert {f"{dtype}" for _, dtype in read_index(tmp_path / "last").values()} == set(read_index(tmp_path / "last"))
+
+
+def test_a_folder_without_its_sums_is_damaged(tmp_path: Path) -> None:
+    run_world(_save, 1, tmp_path / "last")
+    (tmp_path / "last/sums.json").unlink()
+    with pytest.raises(CheckpointError, match=r"sums\.json is missing"):
+        native.check(tmp_path / "last")
+
+
+def test_what_a_crash_left_is_cleaned_up_by_the_next_save_to_any_name(tmp_path: Path) -> None:
+    run_world(_save, 1, tmp_path / "old")
+    run_world(_save, 1, tmp_path / "lost")
+    (tmp_path / "lost").rename(tmp_path / "lost.replaced")
+    shutil.copytree(tmp_path / "old", tmp_path / "old.replaced")
+    for name in ("other.partial", "old.replaced.partial"):
+        shutil.copytree(tmp_path / "old", tmp_path / name)
+    (tmp_path / "other.partial" / ".metadata").rename(tmp_path / "other.partial" / ".metadata.tmp")
+    run_world(_save, 1, tmp_path / "next", 2.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lost", "next", "old"]
+    for name, value in (("lost", 1.0), ("next", 2.0), ("old", 1.0)):
+        _assert_holds(tmp_path / name, value)
+
+
+def test_partial_folders_of_a_living_run_and_those_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "movie.partial").mkdir()
+    (tmp_path / "movie.partial" / "frames").write_text("not ours")
+    (tmp_path / "another.partial").mkdir()
+    with held(tmp_path / "another.partial"):
+        run_world(_save, 2, tmp_path / "last")
+        with pytest.raises(
+            WorldError, match=r"(?s)rank 0 ---.*is being written by another run.*rank 1 ---.*is being written by another run"
+        ):
+            run_world(_save, 2, tmp_path / "another")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another.partial", "last", "movie.partial"]
+    with pytest.raises(WorldError, match="holds files that are none of ours"):
+        run_world(_save, 2, tmp_path / "movie")
+    run_world(_save, 2, tmp_path / "another")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "last", "movie.partial"]
+
+
+def test_a_deletion_that_is_cut_short_leaves_no_half_of_a_checkpoint(tmp_path: Path) -> None:
+    run_world(_save, 1, tmp_path / "last")
+    run_world(_save, 1, tmp_path / "other")
+    with pytest.raises(WorldError, match="died with exit code 9"):
+        run_world(_die_while_deleting, 1, tmp_path / "last")
+    assert not is_native(tmp_path / "last")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.partial", "other"]
+    native.remove(tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["last.partial"]
+
+
+def _die_while_deleting(folder: Path) -> None:
+    unlink, done = os.unlink, []
+
+    def once(*args: Any, **options: Any) -> None:
+        if done:
+            os._exit(9)
+        done.append(unlink(*args, **options))
+
+    os.unlink = once
+    native.remove(folder)
+
+
+def _save_to_storage_of_ones_own(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        _save(folder / f"{torch.distributed.get_rank()}" / "last")
+    return str(error.value)
+
+
+def test_storage_that_ranks_do_not_share_is_told_and_nothing_is_complete(tmp_path: Path) -> None:
+    for message in run_world(_save_to_storage_of_ones_own, 2, tmp_path):
+        assert "__1_0.distcp (it is rank 1's): not in" in message
+        assert "all ranks must write to storage that they share" in message
+    assert not is_native(tmp_path / "0/last")
+
+
+def _save_a_large_state(folder: Path) -> int:
+    world = _world()
+    state = {f"model.{i}": torch.randn(300, 301) for i in range(4)} | {"step": torch.tensor(3.0)}
+    spans = split(300 * 301, world.size)
+    shards = {
+        name: Shard(ShardSpec.whole(value).flat(spans[world.index]), value.view(-1)[spans[world.index].start : spans[world.index].stop])
+        for name, value in state.items()
+        if value.dim()
+    } | {"step": Shard.whole(state["step"], writes=world.index == 0)}
+    save(folder, shards, {"names": list(state)}, world)
+    return sum(value.nbytes for value in state.values())
+
+
+def test_a_checkpoint_takes_the_bytes_of_the_state_and_hardly_more(tmp_path: Path) -> None:
+    state = run_world(_save_a_large_state, 3, tmp_path / "last")[0]
+    written = sum(path.stat().st_size for path in (tmp_path / "last").iterdir())
+    assert state < written <= 1.02 * state

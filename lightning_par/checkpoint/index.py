@@ -1,0 +1,65 @@
+"""The index of a native checkpoint: torch's own file, read without running what is in it.
+
+``torch.distributed.checkpoint`` pickles its index, which ``torch.load(weights_only=True)`` cannot read, and unpickles it freely. Here only
+the names that such an index is made of are known; any other is refused. See Note [What is refused] in ``files``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata
+from typing_extensions import override
+
+from lightning_par.checkpoint.errors import CheckpointError
+
+INDEX = ".metadata"
+
+_KNOWN = {
+    metadata.__name__: {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    filesystem.__name__: {"_StorageInfo"},
+    "torch": {"Size"} | {f"{dtype}".removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}
+"""By module, all that an index may name."""
+
+
+class _Unpickler(pickle.Unpickler):
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _KNOWN.get(module, ()):
+            raise CheckpointError(f"it names {module}.{name}, which no index is made of, so reading it could run any code: refused")
+        return super().find_class(module, name)
+
+
+class IndexReader(dcp.FileSystemReader):
+    """torch's reader, but for the index, which is read once and carefully."""
+
+    @cached_property
+    def _index(self) -> Metadata:
+        with open(Path(self.path) / INDEX, "rb") as file:
+            index = _Unpickler(file).load()
+        if not isinstance(index, Metadata):
+            raise CheckpointError(f"{INDEX} holds no index, but {type(index).__name__}")
+        return index
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
