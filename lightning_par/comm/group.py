@@ -177,9 +177,11 @@ def _followed(work: Any, then: Callable[[], object], tensor: Tensor) -> Any:
     if tensor.is_cuda:
         return _Works([work], then)
 
+    todo = [then]
+
     def run(future: torch.futures.Future) -> None:
         future.value()  # raises what the communication raised
-        then()
+        todo.pop()()  # and gone is what it held, before anybody who waits goes on
 
     return work.get_future().then(run)
 

@@ -19,6 +19,9 @@ from lightning_par.zero.master import HALF, HalfWeights, Master
 from lightning_par.zero.options import Stage
 from lightning_par.zero.plan import BucketPlan, Slot
 
+SMALL = 2**14
+"""Elements of a gradient that costs more to call for than to copy: such ones wait where autograd left them until their bucket is full."""
+
 
 @dataclass(frozen=True)
 class ReduceGroups:
@@ -92,8 +95,9 @@ class Bucket:
         self.reduce_dtype = reduce_dtype or self.grad_dtype
         self._divide_by(1.0)
         self.state = State.IDLE
+        self.arrived: set[int] = set()  # of which parameters gradients came in the pass that is to be reduced
         # Of which parameters gradients are here and no longer in ``param.grad``:
-        self.taken: set[int] = set()  # those of the pass that is to be reduced, with what came before, scaled
+        self.taken: set[int] = set()  # those of that pass, with what came before, scaled
         self.widened: set[int] = set()  # those of passes before it, not yet scaled, where ``param.grad`` cannot be a view
         self.used = [False] * len(plan.slots)  # since the last publication
         self.shards: list[Shard] = []
@@ -120,21 +124,21 @@ class Bucket:
     @property
     def complete(self) -> bool:
         """Every parameter's gradient has come in during the backward pass that is to be reduced."""
-        return len(self.taken) == len(self.plan.slots)
+        return len(self.arrived) == len(self.params)
 
     def arrive(self, index: int, *, last: bool) -> None:
         """Take in the gradient that autograd just left in a parameter's ``grad``.
 
         ``last``: it is to be reduced after this backward pass. Until then ``grad`` is a view of the bucket, for autograd to add to.
         """
+        if self.state is not State.COLLECTING:
+            self._refuse_second(index)
+            self.begin()
+        if last:
+            self.arrived.add(index)
+            if index in self._small:
+                return  # they are taken in together
         param = self.params[index]
-        if self.state in (State.REDUCING, State.REDUCED):
-            raise RuntimeError(
-                f"{self.plan.slots[index].info.name} got a second gradient after its first was sent. In one backward pass reentrant "
-                "activation checkpointing does this: use torch.utils.checkpoint with use_reentrant=False. In manual optimization call "
-                "self.manual_backward(loss) in place of loss.backward(), in a loop without Lightning finish() after every backward"
-            )
-        self.begin()
         view, grad = self._views[index], param.grad
         if last:
             self._take(index, grad)
@@ -146,6 +150,31 @@ class Bucket:
         elif grad is not view:
             view.copy_(grad)
             param.grad = view
+
+    def _refuse_second(self, index: int) -> None:
+        if self.state in (State.REDUCING, State.REDUCED):
+            raise RuntimeError(
+                f"{self.plan.slots[index].info.name} got a second gradient after its first was sent. In one backward pass reentrant "
+                "activation checkpointing does this: use torch.utils.checkpoint with use_reentrant=False. In manual optimization call "
+                "self.manual_backward(loss) in place of loss.backward(), in a loop without Lightning finish() after every backward"
+            )
+
+    def _take_small(self) -> None:
+        """Take in small gradients that came, all of them in two calls."""
+        plain = [
+            index
+            for index in self._small
+            if (grad := self.params[index].grad) is not None and index not in self.taken and grad is not self._views[index]
+        ]
+        views, grads = [self._views[index] for index in plain], [self.params[index].grad for index in plain]
+        if not plain:
+            return
+        torch._foreach_copy_(views, grads)
+        if self.scale != 1.0:
+            torch._foreach_mul_([self._grads] if len(plain) == len(self.params) else views, self.scale)
+        for index in plain:
+            self.params[index].grad = None
+        self.taken.update(plain)
 
     def _take(self, index: int, grad: Tensor | None) -> None:
         """A gradient's share of the mean, in its place in the bucket; in float32 and up in one pass over memory."""
@@ -181,6 +210,7 @@ class Bucket:
     def launch(self) -> None:
         """Start the sum over the data ranks, which makes a mean over replicas. Parameters without a gradient here add zero."""
         self.begin()
+        self._take_small()
         for index, param in enumerate(self.params):
             if param.grad is not None or index in self.widened:  # of passes that were not the last, or put there by somebody
                 self._take(index, param.grad)
@@ -246,6 +276,7 @@ class Bucket:
             for param, view, is_used in zip(self.params, self._views, used, strict=True):
                 param.grad = view if is_used else None
         self._reduced = None
+        self.arrived.clear()
         self.taken.clear()
         self.state = State.IDLE
 
@@ -309,6 +340,7 @@ class Bucket:
         self._flat = torch.empty(self.plan.size + flags, dtype=self.grad_dtype, device=self.device)
         self._grads, self._flags = self._flat.split([self.plan.size, flags])
         self._views = self._split(self._grads)
+        self._small = set() if self.is_half else {index for index, view in enumerate(self._views) if view.numel() <= SMALL}
         ends = [0, *(slot.span.stop for slot in self.plan.slots)]
         starts = [*(slot.span.start for slot in self.plan.slots), self.plan.size]
         self._padding = [self._grads[end:start] for end, start in zip(ends, starts, strict=True) if start > end]

@@ -23,7 +23,6 @@ A parameter has a gradient if it was used on any data rank, else none (as with D
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,8 +36,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_par.comm import DONE, Group, Later, Work
 from lightning_par.layout import ShardSpec, Span
 from lightning_par.numerics import GradientShard
+from lightning_par.zero.attach import cut_state, refuse_new_groups, require_fitting
 from lightning_par.zero.bucket import Bucket, ReduceGroups, State
-from lightning_par.zero.elementwise import is_elementwise, needs_whole_model
+from lightning_par.zero.elementwise import is_elementwise
 from lightning_par.zero.master import HALF, HalfWeights
 from lightning_par.zero.options import STAGES, Stage, ZeroOptions
 from lightning_par.zero.plan import BucketPlan, ParameterInfo, plan_buckets
@@ -288,15 +288,15 @@ class DataParallel:
                 f"{type(optimizer).__name__} holds tensors of shapes {unknown} that are no parameters of the module (any more): build "
                 "the optimizer in configure_optimizers, from self.parameters()"
             )
-        self._require_whole(optimizer)
+        self._require_fitting(optimizer)
         self._group_counts[optimizer] = groups = len(optimizer.param_groups)
-        self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda optimizer, *_: _refuse_groups(optimizer, groups)))
+        self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda optimizer, *_: refuse_new_groups(optimizer, groups)))
         if not self._shards:
             return
         held = {param for group in optimizer.param_groups for param in group["params"]}
         for group in optimizer.param_groups:
             group["params"][:] = [part for param in group["params"] for part in self._shards.get(param, [param])]
-        self._cut_state(optimizer)
+        cut_state(optimizer, self._shards, self._spec)
         whole = [param for param in held if param in self._shards]
         self._optimizer_hooks.append(ZeroGrad(optimizer, lambda: whole, lambda: self._forget(whole)))
         for bucket in self.buckets:
@@ -306,6 +306,12 @@ class DataParallel:
         updated = [bucket for bucket in sharded if any(param in held for param in bucket.params)]
         self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda *_: _each_before_step(updated)))
         self._optimizer_hooks.append(optimizer.register_step_post_hook(lambda *_: self._stepped(updated)))
+
+    def _require_fitting(self, optimizer: Optimizer) -> None:
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        spans = any(not bucket.plan.kind.whole for bucket in self.buckets if bucket.stage.shards_optimizer and held & set(bucket.params))
+        parts = [self._info[param].name for param in held if not self._info[param].spec.is_whole]
+        require_fitting(optimizer, self.stage, self.groups, cut_by_tp=sorted(parts), cut_into_spans=spans)
 
     def _stepped(self, updated: list[Bucket]) -> None:
         """Shards changed: whole values are fetched anew, now (stages 1 and 2) or when they are used."""
@@ -350,46 +356,6 @@ class DataParallel:
             if bucket.stage.shards_optimizer and bucket.master is not None:
                 bucket.master.steps = steps
 
-    def _cut_state(self, optimizer: Optimizer) -> None:
-        """What the optimizer's state holds of whole parameters already (Adagrad starts with some) becomes that of its shards."""
-        for param in [param for param in optimizer.state if param in self._shards]:
-            state = optimizer.state.pop(param)
-            for part in self._shards[param]:
-                span = self._spec[part].span.slice()
-                optimizer.state[part] = {
-                    key: value.reshape(-1)[span].to(part.dtype if value.is_floating_point() else value.dtype, copy=True).view(part.shape)
-                    if isinstance(value, Tensor) and value.shape == param.shape
-                    else copy.deepcopy(value)
-                    for key, value in state.items()
-                }
-
-    def _require_whole(self, optimizer: Optimizer) -> None:
-        if needs_whole_model(optimizer) and self.kept.shards_optimizer:
-            raise ValueError(
-                f"{type(optimizer).__name__} computes with all parameters at once, but with zero={self.stage} the optimizer of a rank has "
-                "only a part of them: use zero=0"
-            )
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if needs_whole_model(optimizer) and self.groups.tp.size * self.groups.pp.size > 1:
-            raise ValueError(
-                f"{type(optimizer).__name__} computes with all parameters at once, but with tp={self.groups.tp.size}, "
-                f"pp={self.groups.pp.size} a rank has only a part of them: use tp=1 and pp=1"
-            )
-        if not is_elementwise(optimizer) and (parts := [self._info[p].name for p in params if not self._info[p].spec.is_whole]):
-            raise ValueError(
-                f"{type(optimizer).__name__} is not known to work element by element, but tp={self.groups.tp.size} leaves a rank only a "
-                f"part of {parts[0]}{' and others' if parts[1:] else ''}: use it with tp=1, or give it only parameters that tp does not cut"
-            )
-        cut = any(
-            not bucket.plan.kind.whole for bucket in self.buckets if bucket.stage.shards_optimizer and set(params) & set(bucket.params)
-        )
-        if cut and not is_elementwise(optimizer):
-            raise ValueError(
-                f"zero={self.stage} cuts these parameters into flat spans, but {type(optimizer).__name__} is not known to work element by "
-                "element, so it needs them whole (matrices, or statistics over a tensor): use zero=1 or zero=2, which give each rank whole "
-                "parameters"
-            )
-
     @property
     def _gathered(self) -> list[Bucket]:
         """Buckets whose values are fetched after a step (stages 1 and 2); in reverse they are in the order of the forward pass."""
@@ -428,7 +394,7 @@ class DataParallel:
     def gradients(self, optimizer: Optimizer) -> list[GradientShard]:
         """The gradients that this rank's ``optimizer`` is about to use."""
         if optimizer in self._group_counts:
-            _refuse_groups(optimizer, self._group_counts[optimizer])
+            refuse_new_groups(optimizer, self._group_counts[optimizer])
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         return [GradientShard(param.grad, self._counts(param)) for param in params]
 
@@ -517,9 +483,7 @@ class DataParallel:
     def _arrived(self, bucket: Bucket, index: int, _: nn.Parameter) -> None:
         last = self._reduces and not self._hold
         bucket.arrive(index, last=last)
-        if not last:
-            return
-        while self._next < len(self.reduced) and self.reduced[self._next].complete:
+        while last and self._next < len(self.reduced) and self.reduced[self._next].complete:
             self._launch(self.reduced[self._next])
 
     def _launch(self, bucket: Bucket) -> None:
@@ -575,12 +539,3 @@ def _names(module: nn.Module, units: dict[nn.Module, int]) -> dict[int, str]:
         if submodule in units:
             members.setdefault(units[submodule], []).append(name)
     return {REST: "the rest"} | {n: names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for n, names in members.items()}
-
-
-def _refuse_groups(optimizer: Optimizer, groups: int) -> None:
-    if len(optimizer.param_groups) != groups:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} had {groups} param groups when training started and has {len(optimizer.param_groups)} now, but "
-            "gradients are laid out when training starts: give configure_optimizers all groups from the start (with lr=0, or frozen until "
-            "a second fit)"
-        )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,16 @@ from torch.optim import Optimizer
 
 from lightning_par.comm import Mesh
 from lightning_par.layout import ParallelLayout, ShardSpec
-from lightning_par.zero import DataParallel, ModelGradients, ParameterInfo, ReduceGroups, ZeroOptions, full_gradient, full_parameters
+from lightning_par.zero import (
+    DataParallel,
+    ModelGradients,
+    ParameterInfo,
+    ReduceGroups,
+    ZeroOptions,
+    bucket,
+    full_gradient,
+    full_parameters,
+)
 from tests.harness import WorldError, run_world
 from tests.zero.models import awkward
 
@@ -129,7 +139,8 @@ def train(case: Case) -> Result:
     torch.set_default_dtype(torch.float64)
     module = case.model()
     optimizers = case.optimizers(module)
-    mesh, dp = data_parallel(module, optimizers, case.stage, replicate=case.replicate, options=case.options)
+    with mock.patch.object(bucket, "SMALL", 32):  # so that of a few dozen elements some gradients are small and some are not
+        mesh, dp = data_parallel(module, optimizers, case.stage, replicate=case.replicate, options=case.options)
     shared = model_gradients(mesh, dp)
     result = Result([], [], {}, {})
     for step in range(case.steps):

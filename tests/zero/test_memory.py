@@ -13,7 +13,8 @@ stage  parameters          gradients      optimizer           in flight, at the 
 =====  ==================  =============  ==================  =======================================================
 
 Counted are the distinct storages of parameters, gradients, optimizer state and flat buffers. What a collective needs while it runs (on
-gloo the slices that a reduce-scatter receives, as much as the bucket) and activations are not counted.
+gloo the slices that a reduce-scatter receives, as much as the bucket) and activations are not counted. The weights are larger than what
+``bucket.SMALL`` calls small: gradients that are wait for their bucket where autograd left them, so at most a bucket of them more is held.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.harness import run_world
 from tests.harness.models import mlp
 from tests.zero.bare import data_parallel
 
-LAYERS, WIDTH = 12, 40
+LAYERS, WIDTH = 12, 96
 LAYER = WIDTH * 2 * WIDTH + 2 * WIDTH + 2 * WIDTH * WIDTH + WIDTH  # elements
 
 
