@@ -73,8 +73,8 @@ def table(records: Mapping[str, Record], anchor: str, formulas: Mapping[str, flo
         rows.append(
             [
                 name,
-                *_cost(record.cpus, base and base.cpus),
-                *_cost(record.walls, base and base.walls),
+                *cost_cells(record.cpus, base and base.cpus),
+                *cost_cells(record.walls, base and base.walls),
                 f"{state / MEGA:.1f}",
                 f"{state / formulas[name]:.3f}",
                 f"{max(record.heap_bytes) / MEGA:.1f}",
@@ -87,7 +87,7 @@ def table(records: Mapping[str, Record], anchor: str, formulas: Mapping[str, flo
     return "\n".join([aligned(rows), *skipped])
 
 
-def _cost(seconds: Sequence[float], anchor: Sequence[float] | None) -> list[str]:
+def cost_cells(seconds: Sequence[float], anchor: Sequence[float] | None) -> list[str]:
     """Four cells: median and quartiles in milliseconds, and of the ratio to the anchor in the same round."""
     if not seconds:
         return ["-"] * 4
