@@ -29,6 +29,7 @@ from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
 from lightning_par.strategy.facts import model_facts
 from lightning_par.strategy.refusals import loop_violations, module_violations
+from lightning_par.strategy.rehearsal import Rehearsal
 from lightning_par.strategy.sampling import ReplicaSampler
 from lightning_par.strategy.saving import Attendance, Holdings, foreseen, saving_violations, settle
 from lightning_par.strategy.schedules import wait_for_steps
@@ -206,7 +207,9 @@ class HybridParallelStrategy(ParallelStrategy):
             if self._layer_sync is not None:
                 synchronize_batch_norms(module, self.mesh.data)
             self.precision_plugin.convert_module(module)
-            self._assembled = assemble(module, self.mesh, self.root_device)
+            self.precision_plugin.use(self.root_device, None)
+            rehearsal = self._rehearsal(trainer, module) if self.layout.pp > 1 else None
+            self._assembled = assemble(module, self.mesh, self.root_device, rehearsal)
         self.model = module
         if self._data_parallel is None or self.layout.zero < 3:
             self.model_to_device()
@@ -224,6 +227,16 @@ class HybridParallelStrategy(ParallelStrategy):
             if isinstance(self._saver, Background):
                 self._until_teardown.enter_context(foreseen(trainer, self._saver))
         self.setup_precision_plugin()
+
+    def _rehearsal(self, trainer: pl.Trainer, module: pl.LightningModule) -> Rehearsal:
+        plugin = self.precision_plugin
+        contexts = {
+            TrainerFn.FITTING: plugin.train_step_context,
+            TrainerFn.VALIDATING: plugin.val_step_context,
+            TrainerFn.TESTING: plugin.test_step_context,
+            TrainerFn.PREDICTING: plugin.predict_step_context,
+        }
+        return Rehearsal(module, self.mesh, self.root_device, contexts[trainer.state.fn])
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

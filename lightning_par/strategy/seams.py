@@ -22,6 +22,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -39,6 +40,7 @@ __all__ = [
     "asked_precision",
     "backward_multiplier",
     "completed",
+    "dataloaders",
     "ends_job",
     "fail_on_sigterm",
     "gather",
@@ -49,6 +51,7 @@ __all__ = [
     "restrict_metrics",
     "seed_workers",
     "set_logged_rank",
+    "transferred",
     "wants_sampler",
     "with_sampler",
     "zeroes_gradients",
@@ -128,6 +131,25 @@ def restrict_metrics(module: torch.nn.Module, group: Group) -> None:
             metric.process_group = group.handle
             if group.size == 1:
                 metric.distributed_available_fn = lambda: False
+
+
+def dataloaders(trainer: pl.Trainer) -> Any:
+    """What the run at hand would read now, from the hook that makes it if there is one; None if it reads nothing."""
+    loops = {
+        TrainerFn.FITTING: trainer.fit_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    source = loops[trainer.state.fn]._data_source
+    return _request_dataloader(source) if source.is_defined() else None
+
+
+def transferred(batch: Any, module: pl.LightningModule) -> Any:
+    """A batch as steps get it: converted, moved to the device, through the user's hooks."""
+    trainer = module.trainer
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def join_world(cluster: ClusterEnvironment, device: torch.device, timeout: timedelta) -> None:
