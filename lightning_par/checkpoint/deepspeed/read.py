@@ -134,17 +134,12 @@ def _whole(path: Path, folder: Path, models: Sequence[Mapping[str, Any]], shards
 
 
 def _saved(folder: Path, models: Sequence[Mapping[str, Any]], shards: Sequence[Mapping[str, Any]]) -> _Sharded | _Plain:
-    if shards:
-        return _Sharded.of(folder, models, shards)
-    model, state = models[0], models[0].get("optimizer") or {}
-    if "single_partition_of_fp32_groups" not in state:
-        return _Plain(folder, model)
-    if model.get("dp_world_size", 1) > 1:
-        raise CheckpointError(
-            f"{folder} was written by a pipeline in bf16 without ZeRO, of whose masters and optimizer states DeepSpeed saves those of data "
-            f"rank 0 only, one part in {model['dp_world_size']}: save with ZeRO stage 1"
-        )
-    return _Sharded.of(folder, [model | {"param_shapes": stages.mapped_shapes(state["param_slice_mappings"], model["module"])}], [state])
+    if not shards:
+        return _Plain(folder, models[0])
+    if models[0].get("param_shapes") is None:  # a pipeline in bf16 without ZeRO
+        shapes = stages.mapped_shapes([shard["param_slice_mappings"] for shard in shards], models[0]["module"])
+        models = [models[0] | {"param_shapes": shapes}]
+    return _Sharded.of(folder, models, shards)
 
 
 # ---- pipelines

@@ -133,8 +133,17 @@ def without_copies(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return {"groups": groups, "scalars": {name: state for name, state in optimizer["scalars"].items() if name != COPY}}
 
 
-def mapped_shapes(mappings: Sequence[Mapping[str, Any]], named: Mapping[str, Tensor]) -> list[dict[str, torch.Size]]:
-    """``param_shapes`` of BF16_Optimizer where DeepSpeed does not tell them: names in order of place, with the shapes of layers."""
+def mapped_shapes(mappings: Sequence[Sequence[Mapping[str, Any]]], named: Mapping[str, Tensor]) -> list[dict[str, torch.Size]]:
+    """``param_shapes`` of BF16_Optimizer without ZeRO, where DeepSpeed does not tell them: names in order of place, shapes of layers.
+
+    Args:
+        mappings: ``param_slice_mappings`` of each data rank.
+    """
+    groups: list[dict[str, int]] = [{} for _ in mappings[0]]
+    for rank in mappings:
+        for group, mapping in zip(groups, rank, strict=True):
+            for name, fragment in sorted(mapping.items(), key=lambda item: item[1].start):
+                group[name] = group.get(name, 0) + fragment.numel
 
     def shape(name: str, numel: int) -> torch.Size:
         if name in named:
@@ -142,5 +151,4 @@ def mapped_shapes(mappings: Sequence[Mapping[str, Any]], named: Mapping[str, Ten
         member = name.split(".", 2)[2]  # of a tied module
         return next(value.shape for key, value in named.items() if key.partition(".")[2] == member and value.numel() == numel)
 
-    ordered = [sorted(mapping.items(), key=lambda item: item[1].start) for mapping in mappings]
-    return [{name: shape(name, fragment.numel) for name, fragment in group} for group in ordered]
+    return [{name: shape(name, numel) for name, numel in group.items()} for group in groups]

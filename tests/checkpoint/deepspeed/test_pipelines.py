@@ -21,10 +21,13 @@ from tests.checkpoint.deepspeed.test_engine import assert_equal
 from tests.checkpoint.fits import world_size
 from tests.harness import run_world
 
+pytestmark = pytest.mark.slow
+
 MORE = 5
 Case = tuple[int, str, bool]  # stage, dtype, tied
 QUICK: list[Case] = [(1, "fp32", True), (0, "fp32", True), (0, "fp32", False)]
 HALF: list[Case] = [(1, "bf16", True), (1, "fp16", True), (0, "fp16", True), (0, "bf16", True)]
+WIDE: list[Case] = [(1, "fp32", True), (1, "bf16", True), (0, "bf16", True)]
 PLACES = {"0": "embed", "1": "layers.0", "3": "layers.1", "4": "layers.2", "5": "norm", "6": "head"}
 
 
@@ -57,7 +60,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return _make(tmp_path_factory.mktemp("wide"), [(1, "fp32", True), (1, "bf16", True)], 2)
+    return _make(tmp_path_factory.mktemp("wide"), WIDE, 2)
 
 
 def _ours(name: str) -> str:
@@ -102,16 +105,14 @@ def test_a_pipeline_is_read_to_the_bit(made: Made, case: Case) -> None:
     _assert_reads(made, case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", HALF, ids=str)
 def test_a_pipeline_in_half_precision_is_read_to_the_bit(half: Made, case: Case) -> None:
     _assert_reads(half, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_stages_over_several_data_ranks_are_read_to_the_bit(wide: Made, dtype: str) -> None:
-    _assert_reads(wide, (1, dtype, True))
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_stages_over_several_data_ranks_are_read_to_the_bit(wide: Made, case: Case) -> None:
+    _assert_reads(wide, case)
 
 
 def test_layers_are_found_by_order(made: Made) -> None:
@@ -149,19 +150,16 @@ def test_ours_goes_on_from_a_pipeline_as_it_does_itself(made: Made) -> None:
     _assert_goes_on(made, QUICK, {"pp": 2}, "32-true", 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_ours_goes_on_from_a_pipeline_under_another_layout(made: Made, layout: dict[str, int]) -> None:
     _assert_goes_on(made, QUICK, layout, "32-true", 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"dp": 2, "pp": 2, "zero": 1}, {"dp": 1}], ids=str)
 def test_ours_goes_on_from_a_pipeline_over_several_data_ranks(wide: Made, layout: dict[str, int]) -> None:
     _assert_goes_on(wide, [(1, "fp32", True)], layout, "32-true", 1e-5, ranks=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "precision"), [("bf16", "bf16-true"), ("fp16", "16-true")])
 def test_ours_goes_on_from_a_pipeline_in_half_precision(half: Made, dtype: str, precision: str) -> None:
     _assert_goes_on(half, [(1, dtype, True)], {"pp": 2}, precision, 3e-2)
