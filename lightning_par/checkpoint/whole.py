@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from typing_extensions import override
 
 from lightning_par.checkpoint import native
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import Scratch, load, save
+from lightning_par.checkpoint.index import IndexReader
 from lightning_par.checkpoint.shard import Shard
 from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZER, OPTIMIZERS, Contents, Entry, Source, rng_of, states
 from lightning_par.comm import Group
@@ -52,7 +51,7 @@ class NativeSource(Source):
 
 def open_native(path: Path) -> Source:
     """A native folder, complete."""
-    reader = _Reader(native.complete_folder(path))
+    reader = IndexReader(native.complete_folder(path))
 
     def entry(name: str, shape: torch.Size, dtype: torch.dtype) -> Entry:
         def read() -> Tensor:
@@ -66,18 +65,6 @@ def open_native(path: Path) -> Source:
     meta = native.read_meta(path)
     entries = {name: entry(name, *told) for name, told in index.items()}
     return NativeSource(path, "native folder", meta, entries, {"layout": meta.get("layout")}, tuple(index))
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads the index once."""
-
-    @cached_property
-    def _metadata(self) -> Metadata:
-        return super().read_metadata()
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
 
 
 def write_native(source: Source, path: Path) -> None:
