@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,6 +28,7 @@ from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
 from lightning_par.strategy.facts import model_facts
+from lightning_par.strategy.frozen import empty_optimizers, require_parameters
 from lightning_par.strategy.refusals import loop_violations, module_violations
 from lightning_par.strategy.rehearsal import Rehearsal
 from lightning_par.strategy.sampling import ReplicaSampler
@@ -240,7 +241,9 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        with empty_optimizers() if self.layout.pp > 1 else nullcontext():
+            super().setup_optimizers(trainer)
+        require_parameters(self.optimizers, self.mesh.pp)
         self._orders = state.orders(self.optimizers, self._part)
         if self._data_parallel is None or self.layout.zero < 3:
             earlier, self._data_parallel = self._data_parallel, self._shard(self.optimizers)

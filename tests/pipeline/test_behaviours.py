@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lightning_par import HybridParallelStrategy, convert
-from tests.harness import run_world
+from tests.harness import WorldError, run_world
 from tests.harness.models import QUIET, TinyGPT, Tokens, token_loader
 from tests.harness.parity import Run, assert_same, fit, fit_world
 from tests.pipeline.models import gpt
@@ -141,6 +141,16 @@ def test_P10_a_stage_with_nothing_to_train_joins_norm_overflow_and_saving(traine
     assert_same(runs, reference, tolerance=1e-5)
     assert min(reference.norms) > 0.5, "clipping is at work"
     assert (tmp_path / "two").is_dir()
+
+
+def _all_frozen() -> None:
+    trainer = L.Trainer(devices=2, strategy=HybridParallelStrategy(pp=2), max_steps=1, **QUIET)
+    trainer.fit(Partly(), token_loader(6))
+
+
+def test_P10_a_model_with_nothing_to_train_at_all_is_refused_as_torch_does() -> None:
+    with pytest.raises(WorldError, match="AdamW got an empty parameter list, on every pipeline stage"):
+        run_world(_all_frozen, 2)
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "zero": 1, "dp": 2}], ids=["pp2", "dp2 zero1"])

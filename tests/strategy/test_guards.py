@@ -55,7 +55,8 @@ class Net(L.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         x, y = batch
         x = first = self.inp(x)
-        assert not self.blind or float(x.detach().abs().max()) < 100
+        if self.blind:
+            x.detach().sum().item()
         for layer in self.layers:
             x = layer(x)
         if self.case == "skip":
