@@ -62,7 +62,8 @@ def open_hf(path: Path) -> Source:
         raise CheckpointError(f"{path} is damaged or incomplete: {type(error).__name__}: {error}") from error
     names = [name.removeprefix(f"{MODEL}.") for name in entries]
     told = {"aliases": {name: name for name in names}, "buffers": [], HUGGINGFACE: {"prefix": "", "config": config}}
-    return Source(path, "Hugging Face", {MODULE: told, OPTIMIZERS: []}, entries, {"model_type": config.get("model_type")})
+    meta = {MODULE: told, OPTIMIZERS: [], "lr_schedulers": []}
+    return Source(path, "Hugging Face", meta, entries, {"model_type": config.get("model_type")})
 
 
 def hf_part(source: Source) -> Source:

@@ -226,6 +226,8 @@ class Holdings:
         """
         assert self.data_parallel is not None
         source, metas = checkpoint[_SOURCE], checkpoint[OPTIMIZERS]
+        if not source.is_of_a_run:
+            return  # weights that training begins with
         if len(metas) != len(self.optimizers):
             raise CheckpointError(
                 f"checkpoint {source.path} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}"

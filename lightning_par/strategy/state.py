@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, RNG, CheckpointError, Shard, Source
+from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, RNG, CheckpointError, Shard, Source, find_layers
 from lightning_par.comm import Group, Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.strategy.assemble import Assembled
@@ -138,7 +138,8 @@ def module_meta(assembled: Assembled) -> dict[str, Any]:
 
 
 def in_module(source: Source, assembled: Assembled) -> Source:
-    """A folder of transformers names the weights as the HF model does, which is a part of the module."""
+    """A folder of transformers names the weights as the HF model does, which is a part of the module; a pipeline of DeepSpeed by layers."""
+    source = find_layers(source, assembled.aliases)
     mine = _huggingface(assembled.module).get("huggingface", {"prefix": ""})["prefix"]
     if source.meta.get(MODULE, {}).get("huggingface", {"prefix": mine})["prefix"] == mine:
         return source

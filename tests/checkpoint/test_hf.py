@@ -91,6 +91,36 @@ def _load(folder: Path, tied: bool) -> dict[str, torch.Tensor]:
     return trainer.strategy.full_state_dict()
 
 
+def _begin(layout: dict[str, int], source: Path | None, weights: Path) -> tuple[dict[str, torch.Tensor] | None, int]:
+    """Train two steps from a checkpoint, or from a model that transformers has loaded."""
+    strategy = HybridParallelStrategy(**layout)
+    trainer = L.Trainer(devices=world_size(layout), strategy=strategy, max_steps=2, **QUIET)
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    module = HFCausalLM(str(weights), optimizer=optimizer, decay_steps=5) if source is None else _module(False)
+    trainer.fit(module, token_loader(4, rows=8, **strategy.distributed_sampler_kwargs), ckpt_path=source)
+    return strategy.full_state_dict(), trainer.global_step
+
+
+@pytest.mark.parametrize("layout", [{"dp": 1}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_training_begins_with_the_weights_of_a_folder_of_transformers(layout: dict[str, int], tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    _module(False).model.apply(_shake).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "native", "native")
+    (wanted, steps) = run_world(_begin, 1, {"dp": 1}, None, tmp_path / "hf")[0]
+    for folder in ("hf", "native"):
+        got = run_world(_begin, world_size(layout), layout, tmp_path / folder, tmp_path / "hf")[0]
+        assert got[1] == steps == 2
+        for name, value in wanted.items():
+            torch.testing.assert_close(got[0][name], value, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _shake(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for param in module.parameters(recurse=False):
+            param.add_(0.1 * torch.randn_like(param))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_many_files_and_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = run_world(_train, 1, {"dp": 1}, tmp_path / "last", False)[0]
