@@ -316,7 +316,9 @@ NAMES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("names", [pytest.param(NAMES[key], id=key, marks=pytest.mark.slow if key == "all" else ()) for key in NAMES])
+@pytest.mark.parametrize(
+    "names", [pytest.param(NAMES[key], id=key, marks=pytest.mark.slow if key in ("all", "top 1") else ()) for key in NAMES]
+)
 def test_K16_model_checkpoint_keeps_the_same_folders_as_with_saves_at_once(names: dict[str, Any], tmp_path: Path) -> None:
     kept = {mode: run_world(_keep, 2, tmp_path / str(mode), mode, names) for mode in (False, True)}
     assert kept[True] == kept[False]
