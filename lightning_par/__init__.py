@@ -13,6 +13,7 @@ from lightning_par.strategy import (
     ZeROStrategy,
     register,
 )
+from lightning_par.strategy.folders import teach_lightning
 from lightning_par.zero import ZeroOptions, full_gradient, full_optimizer_state, full_parameters
 
 __version__ = "0.1.0"
@@ -37,3 +38,4 @@ __all__ = [
 ]
 
 register()
+teach_lightning()

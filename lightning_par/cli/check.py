@@ -14,6 +14,9 @@ from lightning_par.layout import LayoutError, ModelFacts, ParallelLayout
 from lightning_par.strategy import config_facts
 from lightning_par.zero import ZeroOptions
 
+SWITCHES = {"async_save": False, "restore_optimizer": True}
+"""Of the strategy, beside the fields of the layout, and their defaults."""
+
 
 def check_strategy(config: DictConfig) -> None:
     """A strategy of Lightning's knows nothing of the group `parallel`.
@@ -21,7 +24,7 @@ def check_strategy(config: DictConfig) -> None:
     Raises:
         LayoutError: both are chosen.
     """
-    defaults = {field: getattr(ParallelLayout, field, value) for field, value in config.parallel.items()} | {"async_save": False}
+    defaults = {field: getattr(ParallelLayout, field, value) for field, value in config.parallel.items()} | SWITCHES
     chosen = {field: value for field, value in config.parallel.items() if value != defaults[field]}
     if chosen:
         told = ", ".join(f"parallel.{field}={value}" for field, value in chosen.items())
@@ -32,7 +35,7 @@ def check_strategy(config: DictConfig) -> None:
 
 def check_layout(config: DictConfig) -> ParallelLayout:
     """The layout with `dp` as a number, or a LayoutError with everything that is wrong with it."""
-    layout = ParallelLayout(**{field: value for field, value in config.parallel.items() if field not in ("zero_options", "async_save")})
+    layout = ParallelLayout(**{field: value for field, value in config.parallel.items() if field not in ("zero_options", *SWITCHES)})
     world = local_world_size(config.trainer) * config.trainer.num_nodes
     facts = _model_facts(config.model) | ModelFacts(sequence=config.data.get("sequence_length"))
     violations = layout.violations(world, facts) + _batch_violations(layout, world, config.data.get("batch_size"))
@@ -58,9 +61,8 @@ def _option_violations(parallel: DictConfig) -> list[str]:
         ZeroOptions(**(parallel.get("zero_options") or {}))
     except (TypeError, ValueError) as error:
         found.append(f"parallel.zero_options: {error}")
-    if not isinstance(parallel.get("async_save", False), bool):
-        found.append(f"parallel.async_save={parallel.async_save}: give true or false")
-    return found
+    switches = {field: parallel.get(field, default) for field, default in SWITCHES.items()}
+    return found + [f"parallel.{field}={value}: give true or false" for field, value in switches.items() if not isinstance(value, bool)]
 
 
 def _precision_violations(precision: DictConfig | None) -> list[str]:

@@ -4,7 +4,7 @@ Note [the same batches everywhere]
 Training sample i is a window at an offset that depends on (seed, i) alone, and step s takes samples s*batch_size ...
 (s+1)*batch_size - 1, where `batch_size` is the global one. Replica r of n reads samples r, r+n, r+2n, ... of that range. So any
 number of replicas sees the same global batches in the same order, and so does a run that goes on from a checkpoint: the loader's
-state, which Lightning saves, is how many batches it has given out. Epochs only group them: the next one brings new windows.
+state, which Lightning saves, is how many samples all replicas have been given. Epochs only group them: the next one brings new windows.
 """
 
 from __future__ import annotations
@@ -158,28 +158,37 @@ class WindowSampler(DistributedSampler[Sample]):
 
 
 class ResumableLoader(DataLoader[Sample]):
-    """A loader over a WindowSampler that counts the batches it has given out, and always goes on with the next one.
+    """A loader over a WindowSampler that counts the samples of all replicas, and always goes on with the next one.
 
-    The count is the state that Lightning saves and restores. It is no place inside an epoch: Lightning's own count of epochs steps
-    forward when `max_steps` ends a fit early, so it would not do.
+    The count is the state that Lightning saves and restores. It is no place inside an epoch: the next epoch brings new windows.
     """
+
+    state_is_global = True  # it means the same for any number of replicas
 
     def __init__(self, dataset: RandomWindows, batch_size: int, *, sampler: WindowSampler, num_workers: int) -> None:
         super().__init__(dataset, batch_size, sampler=sampler, num_workers=num_workers)
-        self._drawn = 0
+        self._given = 0
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        self.sampler.first = self._drawn * self.batch_size * self.sampler.num_replicas
+        self.sampler.first = self._given
         for batch in super().__iter__():
-            self._drawn += 1
+            self._given += self._global_batch
             yield batch
 
+    @property
+    def _global_batch(self) -> int:
+        return self.batch_size * self.sampler.num_replicas
+
     def state_dict(self) -> dict[str, int]:
-        return {"drawn": self._drawn}
+        return {"samples": self._given}
+
+    def state_before(self, batches: int) -> dict[str, int]:
+        """As many batches ago: their gradients are in no checkpoint."""
+        return {"samples": self._given - batches * self._global_batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._drawn = state["drawn"]
+        self._given = state["samples"] if "samples" in state else state["drawn"] * self._global_batch  # as saved by earlier versions
 
 
 def text_files(source: str | Path | Sequence[str | Path]) -> list[Path]:

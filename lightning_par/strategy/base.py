@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_par.checkpoint import Shard
@@ -31,6 +32,7 @@ from lightning_par.strategy.facts import model_facts
 from lightning_par.strategy.frozen import empty_optimizers, require_parameters
 from lightning_par.strategy.refusals import loop_violations, module_violations
 from lightning_par.strategy.rehearsal import Rehearsal
+from lightning_par.strategy.resuming import DataPlace
 from lightning_par.strategy.sampling import ReplicaSampler
 from lightning_par.strategy.saving import Attendance, Holdings, foreseen, saving_violations, settle
 from lightning_par.strategy.schedules import wait_for_steps
@@ -49,6 +51,7 @@ class HybridParallelStrategy(ParallelStrategy):
         zero_options: bucket size, prefetching and the like: a ``ZeroOptions`` or its fields as a dict.
         async_save: checkpoints that are saved during a fit are written while it goes on: a save takes the time to copy this rank's shards
             to host memory, and that much of it. See Note [Saving while training goes on] in ``saving``.
+        restore_optimizer: False: a fit with ``ckpt_path`` takes no state of optimizers from the checkpoint, and needs none there.
         timeout: of a collective: how long a rank waits for the others.
         layout_fields: the fields of ``ParallelLayout``: dp, tp, pp, cp, zero, replicate, schedule, chunks,
             microbatches.
@@ -68,6 +71,7 @@ class HybridParallelStrategy(ParallelStrategy):
         *,
         zero_options: ZeroOptions | Mapping[str, Any] | None = None,
         async_save: bool = False,
+        restore_optimizer: bool = True,
         timeout: timedelta = DEFAULT_TIMEOUT,
         **layout_fields: Any,
     ) -> None:
@@ -76,11 +80,13 @@ class HybridParallelStrategy(ParallelStrategy):
             raise TypeError(f"zero_options={zero_options!r}: give ZeroOptions, or its fields as a dict")
         if not isinstance(async_save, bool):
             raise TypeError(f"async_save={async_save!r}: give True or False")
+        if not isinstance(restore_optimizer, bool):
+            raise TypeError(f"restore_optimizer={restore_optimizer!r}: give True or False")
         if not isinstance(timeout, timedelta):
             raise TypeError(f"timeout={timeout!r}: give a datetime.timedelta, as in timedelta(minutes=30)")
         self.zero_options = zero_options if isinstance(zero_options, ZeroOptions) else ZeroOptions(**(zero_options or {}))
         self.requested = _layout_of(layout, layout_fields)
-        self.async_save = async_save
+        self.async_save, self.restore_optimizer = async_save, restore_optimizer
         self.timeout = timeout
         self.num_nodes = 1
         self._mesh: Mesh | None = None
@@ -91,6 +97,7 @@ class HybridParallelStrategy(ParallelStrategy):
         self._runner: StepRunner | None = None
         self._data_parallel: DataParallel | None = None
         self._orders: state.Orders = []
+        self._place = DataPlace()
         self._until_teardown = ExitStack()
 
     # --- where this rank stands --------------------------------------------------------------------------------------------------
@@ -102,15 +109,24 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Divide the samples over the replicas. See Note [The order of samples] in ``sampling``."""
+        """Divide the samples over the replicas, and go on where a checkpoint ended.
+
+        See Note [The order of samples] in ``sampling`` and Note [The next sample] in ``resuming``.
+        """
         trainer = self.lightning_module.trainer
-        if self.is_distributed or not seams.wants_sampler(trainer, dataloader):
+        if self.is_distributed:
             return dataloader
+        divided = self._divided(trainer, dataloader) if seams.wants_sampler(trainer, dataloader) else dataloader
+        return self._place.enter(trainer, self.mesh, divided) if trainer.training else divided
+
+    def _divided(self, trainer: pl.Trainer, dataloader: DataLoader) -> DataLoader:
         place = self.distributed_sampler_kwargs
-        sampler = ReplicaSampler(dataloader.sampler, place["num_replicas"], place["rank"], self.mesh.world, self.root_device)
+        order = seams.order_of(dataloader)
+        users = order.sampler if isinstance(order, ReplicaSampler) else order  # a CombinedLoader keeps dataloaders that were divided
+        sampler = ReplicaSampler(users, place["num_replicas"], place["rank"], self.mesh.world, self.root_device)
         if sampler.repeated and not trainer.training:
             rank_zero_warn(
-                f"{len(dataloader.sampler)} samples do not divide by dp={place['num_replicas']}: {sampler.repeated} of them count twice in "
+                f"{len(users)} samples do not divide by dp={place['num_replicas']}: {sampler.repeated} of them count twice in "
                 "this evaluation. Make the data set a multiple, or evaluate with dp=1"
             )
         divided = seams.with_sampler(dataloader, sampler)
@@ -198,6 +214,7 @@ class HybridParallelStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         seams.note_sigterm(trainer)
+        self._place.forget()
         module = self.lightning_module
         assert module is not None
         if self._assembled is None or self._assembled.module is not module:
@@ -326,6 +343,7 @@ class HybridParallelStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         self._trains = True
         trainer = self.lightning_module.trainer
+        self._place.begin(trainer)
         if trainer.num_training_batches < trainer.accumulate_grad_batches:
             rank_zero_warn(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but an epoch has {trainer.num_training_batches} batches: as "
@@ -339,6 +357,7 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._batch_idx = batch_idx
+        self._place.begin_batch(self.lightning_module.trainer, batch_idx)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -484,7 +503,8 @@ class HybridParallelStrategy(ParallelStrategy):
         interrupted = module is not None and module.trainer.interrupted
         settle(self._saver, interrupted=interrupted)
         if self._attendance.all_come_to_save(filepath, interrupted=interrupted):
-            self._holdings.save(checkpoint, filepath, self._saver)
+            with self._place.written(checkpoint, self.lightning_module.trainer, self.mesh):
+                self._holdings.save(checkpoint, filepath, self._saver)
         if not self._trains or seams.ends_job(filepath):
             settle(self._saver, interrupted=interrupted)
 
@@ -513,7 +533,18 @@ class HybridParallelStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
         """The plain part of a checkpoint of any format; ``load_model_state_dict`` and ``load_optimizer_state_dict`` read the tensors."""
         self.wait_for_checkpoint()
-        return seams.completed(self._holdings.load(checkpoint_path), self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        checkpoint = seams.completed(self._holdings.load(checkpoint_path), trainer)
+        if self._fits(trainer):
+            self._until_teardown.enter_context(self._place.read(checkpoint, trainer, self.mesh))
+            if not self.restore_optimizer:
+                checkpoint.setdefault("lr_schedulers", [])
+        return checkpoint
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return self.restore_optimizer
 
     @property
     @override
@@ -523,6 +554,8 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._holdings.load_model(checkpoint, strict=strict)
+        if not self.restore_optimizer and self._fits(self.lightning_module.trainer):
+            self._holdings.restore_rng(checkpoint)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

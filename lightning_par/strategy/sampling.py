@@ -7,18 +7,21 @@ user's sampler stays, and decides: every rank asks it for an epoch's order (so t
 answer counts, and replica r of n takes places r, r + n, r + 2n, ... of it. So the batches of all replicas put together are the batches that
 one process with an n times bigger batch size would draw, in the same order. Where n does not divide the epoch, the first samples are
 repeated at its end.
+
+An order can be drawn again: see Note [The next sample] in ``resuming``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 
 from lightning_par.comm import Group
+from lightning_par.strategy.state import generators, generators_kept, set_generators
 
 
 class ReplicaSampler(Sampler):
@@ -27,6 +30,9 @@ class ReplicaSampler(Sampler):
     Args:
         sampler: the user's.
         replicas, index: how many replicas there are, and which this is.
+
+    Attributes:
+        drawn_from: what the order of the epoch at hand was drawn from, as plain data; None before the first.
     """
 
     def __init__(self, sampler: Any, replicas: int, index: int, world: Group, device: torch.device) -> None:
@@ -36,7 +42,10 @@ class ReplicaSampler(Sampler):
                 "__len__, or divide it yourself and set Trainer(use_distributed_sampler=False)"
             )
         self.sampler, self.replicas, self.index = sampler, replicas, index
+        self.drawn_from: dict[str, Any] | None = None
         self._world, self._device = world, device
+        self._epoch = 0
+        self._next: tuple[list[Any], int, torch.Tensor | None] | None = None
 
     @property
     def repeated(self) -> int:
@@ -44,21 +53,67 @@ class ReplicaSampler(Sampler):
         return -len(self.sampler) % self.replicas if len(self.sampler) else 0
 
     def __iter__(self) -> Iterator[Any]:
-        order = self._agreed(list(self.sampler))
-        missing = -len(order) % self.replicas
-        order += itertools.islice(itertools.cycle(order), missing if order else 0)
-        return iter(order[self.index :: self.replicas])
+        if self._next is None:
+            self.drawn_from = self._note()
+            order, first = self._draw(), 0
+        else:
+            (order, first, generator), self._next = self._next, None
+            if generator is not None:  # a new iterator has drawn from it; that of the straight run did so before the order was drawn
+                self.sampler.generator.set_state(generator)
+        missing = -(len(order) - first) % self.replicas
+        places = itertools.chain(order[first:], itertools.islice(itertools.cycle(order), missing if order else 0))
+        return itertools.islice(places, self.index, None, self.replicas)
 
     def __len__(self) -> int:
         return -(-len(self.sampler) // self.replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Lightning calls this before an epoch."""
+        self._epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def _agreed(self, order: list[Any]) -> list[Any]:
+    def draw_again(self, drawn_from: Mapping[str, Any] | None, first: int | None) -> None:
+        """Draw the order of an epoch that another process has begun. All ranks call together.
+
+        Args:
+            drawn_from: what it was drawn from there; None: that is not known, and it is drawn from what there is.
+            first: the place in the whole order where the next pass begins; None: the epoch was complete, and the next draws its own order.
+        """
+        epoch = self._epoch
+        with generators_kept():
+            if drawn_from is not None:
+                self._recall(drawn_from)
+            self.drawn_from = self._note()
+            order = self._draw()
+        self.set_epoch(epoch)
+        if first is not None:
+            generator = getattr(self.sampler, "generator", None)
+            self._next = order, first, generator.get_state() if isinstance(generator, torch.Generator) else None
+
+    def drop_rest(self) -> None:
+        """What is left of an epoch that was drawn again is not wanted: the next pass draws its own order."""
+        self._next = None
+
+    def _note(self) -> dict[str, Any]:
+        noted: dict[str, Any] = {"epoch": self._epoch, "generators": generators()}
+        if isinstance(generator := getattr(self.sampler, "generator", None), torch.Generator):
+            noted["generator"] = generator.get_state()
+        if _is_stateful(self.sampler):
+            noted["sampler"] = self.sampler.state_dict()
+        return noted
+
+    def _recall(self, noted: Mapping[str, Any]) -> None:
+        set_generators(noted["generators"])
+        self.set_epoch(noted["epoch"])
+        if "generator" in noted and isinstance(generator := getattr(self.sampler, "generator", None), torch.Generator):
+            generator.set_state(noted["generator"])
+        if "sampler" in noted and _is_stateful(self.sampler):
+            self.sampler.load_state_dict(noted["sampler"])
+
+    def _draw(self) -> list[Any]:
         """Rank 0's order; a sequential one needs no asking."""
+        order = list(self.sampler)
         if isinstance(self.sampler, SequentialSampler) or self._world.size == 1:
             return order
         if not all(isinstance(place, int) for place in order):
@@ -66,3 +121,7 @@ class ReplicaSampler(Sampler):
         places = torch.tensor(order, dtype=torch.int64, device=self._device)
         self._world.broadcast(places)
         return places.tolist()
+
+
+def _is_stateful(sampler: Any) -> bool:
+    return hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")

@@ -196,17 +196,22 @@ class Holdings:
         """Fill this rank's parameters and buffers from what ``load`` returned.
 
         Raises:
-            CheckpointError: a tensor is missing or has another shape; with ``strict``, also if the model has no place for one.
+            CheckpointError: a tensor has another shape; with ``strict``, also if one is missing, or the model has no place for it.
         """
         source: Source = checkpoint[_SOURCE]
         shards = {self._stored(source, name): shard for name, shard in self.module_shards().items()}
-        if strict:
-            ours = {name for names in self.mesh.world.gather_objects(list(shards)) for name in names}
-            ours |= {f"{MODEL}.{alias}" for alias in self.part.aliases}
-            unexpected = [name for name in source.entries if name.startswith(f"{MODEL}.") and name not in ours and "#" not in name]
-            if unexpected:
-                raise CheckpointError(f"checkpoint {source.path} holds weights that the model has not: {', '.join(unexpected)}")
-        else:
+        ours = dict.fromkeys(name for names in self.mesh.world.gather_objects(list(shards)) for name in names)
+        known = ours.keys() | {f"{MODEL}.{alias}" for alias in self.part.aliases}
+        unexpected = [name for name in source.entries if name.startswith(f"{MODEL}.") and name not in known and "#" not in name]
+        if unexpected and strict:
+            raise CheckpointError(f"checkpoint {source.path} holds weights that the model has not: {', '.join(unexpected)}")
+        if not strict:
+            missing = [name for name in ours if name not in source.entries]
+            if missing or unexpected:
+                rank_zero_warn(
+                    f"checkpoint {source.path} was not loaded whole, as strict_loading=False allows. Not in it, and left as they are: "
+                    f"{', '.join(missing) or 'nothing'}. In it, but not in the model: {', '.join(unexpected) or 'nothing'}"
+                )
             shards = {name: shard for name, shard in shards.items() if name in source.entries}
         source.fill(shards)
         if self.data_parallel is not None:
@@ -222,7 +227,7 @@ class Holdings:
         """Fill the state of this rank's optimizers, and set its random generators, from what ``load`` returned.
 
         Raises:
-            CheckpointError: the checkpoint holds another number of optimizers, or not the state of all parameters.
+            CheckpointError: the checkpoint holds another number of optimizers, or lacks a part of the state of a parameter.
         """
         assert self.data_parallel is not None
         source, metas = checkpoint[_SOURCE], checkpoint[OPTIMIZERS]
@@ -230,23 +235,36 @@ class Holdings:
             return  # weights that training begins with
         if len(metas) != len(self.optimizers):
             raise CheckpointError(
-                f"checkpoint {source.path} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}"
+                f"checkpoint {source.path} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}. To go on "
+                "from its weights with optimizers that begin anew, give the strategy restore_optimizer=False"
             )
         stored = {name: (torch.Size(entry.shape), entry.dtype) for name, entry in source.entries.items()}
         for index, (optimizer, meta) in enumerate(zip(self.optimizers, metas, strict=True)):
+            tensors, unused = state.lacking(source, index, meta)
+            if tensors:
+                raise CheckpointError(f"checkpoint {source.path} lacks {', '.join(tensors)}")
+            if unused:
+                rank_zero_warn(f"checkpoint {source.path} has no state of optimizer {index} for {', '.join(unused)}: it begins anew")
             source.fill(state.empty_optimizer_state(optimizer, index, self.data_parallel, stored))
             state.apply_optimizer_meta(optimizer, meta, self.data_parallel)
-        self._restore_rng(source)
+        self.restore_rng(checkpoint)
 
-    def _restore_rng(self, source: Source) -> None:
+    def restore_rng(self, checkpoint: Mapping[str, Any]) -> None:
+        """Set this rank's random generators: under another layout, to those of a rank that there was."""
+        source: Source = checkpoint[_SOURCE]
         saved, now = source.meta.get("layout"), self._layout()
-        shards = state.rng_shards(self.mesh.rank)
+        rank = self.mesh.rank % (saved or now)["world"]
+        shards = state.rng_shards(rank)
+        if saved is None or any(name not in source.entries for name in shards):
+            rank_zero_warn(f"checkpoint {source.path} does not tell the states of random generators: they start from the seed again")
+            return
+        source.fill(shards)
+        state.restore_rng(shards, rank)
         if saved != now:
-            told = "by another program" if saved is None else f"under another layout ({saved})"
-            rank_zero_warn(f"checkpoint {source.path} was written {told}: random generators start from the seed again")
-        elif all(name in source.entries for name in shards):
-            source.fill(shards)
-            state.restore_rng(shards, self.mesh.rank)
+            state.share_rng(self.mesh.tp)
+            rank_zero_warn(
+                f"checkpoint {source.path} was written under another layout ({saved}): random numbers are not those of a run that kept it"
+            )
 
     def _whole_orders(self) -> tuple[state.Orders, bool]:
         return state.merge_orders(self.mesh.world.gather_objects(self.orders), list(dict.fromkeys(self.part.aliases.values())))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,19 +16,24 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import saving
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from torchmetrics import Metric
@@ -39,18 +46,30 @@ __all__ = [
     "CheckedLauncher",
     "asked_precision",
     "backward_multiplier",
+    "begin_epoch",
+    "combination",
     "completed",
     "dataloaders",
     "ends_job",
     "fail_on_sigterm",
     "gather",
     "is_last_batch",
+    "is_stateful",
     "join_world",
+    "length",
+    "no_word_of_lost_places",
     "note_sigterm",
+    "order_of",
     "predicts",
+    "read_also",
     "restrict_metrics",
     "seed_workers",
+    "set_batches",
+    "set_epoch",
     "set_logged_rank",
+    "set_up_again",
+    "takes_batches",
+    "train_loaders",
     "transferred",
     "wants_sampler",
     "with_sampler",
@@ -103,9 +122,14 @@ def wants_sampler(trainer: pl.Trainer, dataloader: object) -> bool:
     return (
         isinstance(dataloader, DataLoader)
         and trainer._accelerator_connector.use_distributed_sampler
-        and not isinstance(dataloader.sampler, DistributedSampler)
+        and not isinstance(order_of(dataloader), DistributedSampler)
         and not has_iterable_dataset(dataloader)
     )
+
+
+def order_of(dataloader: DataLoader) -> Any:
+    """The sampler that orders its samples: a batch sampler of the user's has one of its own."""
+    return getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
 
 
 def with_sampler(dataloader: DataLoader, sampler: Sampler) -> DataLoader:
@@ -117,6 +141,75 @@ def seed_workers(dataloader: DataLoader, replica: int) -> None:
     """After ``seed_everything(workers=True)``: ranks of one replica load the same samples, so their workers share random numbers."""
     if int(os.environ.get("PL_SEED_WORKERS", 0)) and dataloader.worker_init_fn in (None, pl_worker_init_function):
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+
+
+def is_stateful(dataloader: object) -> bool:
+    """Lightning saves and restores its state."""
+    return isinstance(dataloader, _Stateful)
+
+
+def length(dataloader: object) -> int | None:
+    """In batches, if it has one."""
+    return sized_len(dataloader)
+
+
+def set_epoch(dataloader: object, epoch: int) -> None:
+    """Tell its sampler, as Lightning does before an epoch."""
+    _set_sampler_epoch(dataloader, epoch)
+
+
+def takes_batches(trainer: pl.Trainer) -> bool:
+    """Lightning fetches a batch for each training step; otherwise the step gets the iterator itself."""
+    return not is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True)
+
+
+def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
+    """Those of the fit at hand."""
+    return trainer.fit_loop._combined_loader
+
+
+def set_up_again(trainer: pl.Trainer) -> None:
+    """Let the fit at hand process its dataloaders, even if somebody asked for their length before a checkpoint was read."""
+    if trainer.fit_loop._combined_loader is not None:
+        trainer.fit_loop._combined_loader.reset()
+        trainer.fit_loop._combined_loader = None
+
+
+def combination(loaders: CombinedLoader) -> str:
+    """The name of the way in which batches of several dataloaders are put together."""
+    return loaders._mode
+
+
+def set_batches(trainer: pl.Trainer, count: int) -> None:
+    """A loop that was restored has given out so many batches of its epoch."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    lag = current.processed - current.completed
+    current.ready = current.started = current.processed = count
+    current.completed = count - lag
+
+
+def begin_epoch(trainer: pl.Trainer) -> None:
+    """A loop that was restored begins an epoch."""
+    trainer.fit_loop._restarting = False
+    trainer.fit_loop.epoch_loop.restarting = False
+
+
+@contextmanager
+def no_word_of_lost_places() -> Iterator[None]:
+    """Lightning warns of dataloaders that begin anew; ours go on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+        yield
+
+
+def read_also(fits: Callable[[Any], bool], read: Callable[..., dict[str, Any]]) -> None:
+    """Let ``load_from_checkpoint`` read a path that ``fits`` with ``read(path, map_location)``."""
+    before = saving.pl_load
+
+    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        return read(path, map_location) if fits(path) else before(path, map_location=map_location, weights_only=weights_only)
+
+    saving.pl_load = load
 
 
 def gather(tensor: Tensor, group: Group, *, sync_grads: bool) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, RNG, CheckpointError, Shard, Source, find_layers
+from lightning_par.checkpoint.source import states
 from lightning_par.comm import Group, Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.strategy.assemble import Assembled
@@ -184,6 +186,32 @@ def empty_optimizer_state(
     return shards
 
 
+def lacking(source: Source, index: int, meta: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """What the state of optimizer ``index`` should have and has not.
+
+    Returns:
+        Tensors that other parameters of their group, of as many dims, have; and parameters without any state while others of their group
+        have one, as those have that were never used.
+    """
+    found, tensors, unused = states(source, index), [], []
+    frozen = source.meta.get(MODULE, {}).get("frozen", ())
+    for group in meta["groups"]:
+        stateful = [name for name in group["params"] if name in found]
+        unused += [name for name in group["params"] if stateful and name not in found and name not in frozen]
+        keys: dict[int, set[str]] = {}
+        for name in stateful:
+            keys.setdefault(_dims(source, name), set()).update(found[name])
+        tensors += [
+            f"{OPTIMIZER}.{index}.{name}.{key}" for name in stateful for key in sorted(keys[_dims(source, name)] - found[name].keys())
+        ]
+    return tensors, unused
+
+
+def _dims(source: Source, name: str) -> int:
+    weight = source.entries.get(f"{MODEL}.{name}")
+    return -1 if weight is None else len(weight.shape)
+
+
 def apply_optimizer_meta(optimizer: Optimizer, meta: Mapping[str, Any], data_parallel: DataParallel) -> None:
     """Set the hyperparameters of the param groups (in place: schedulers hold them) and state that is no tensor.
 
@@ -206,21 +234,47 @@ def apply_optimizer_meta(optimizer: Optimizer, meta: Mapping[str, Any], data_par
                 del optimizer.state[param]
 
 
-def rng_shards(rank: int) -> dict[str, Shard]:
-    """The states of this rank's random generators, as tensors."""
+def generators() -> dict[str, Tensor]:
+    """The states of this process's random generators, as tensors."""
     _, keys, position, has_gauss, cached = np.random.get_state()
-    numpy_state = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
     version, words, gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
-        "numpy": numpy_state,
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
         "python": torch.tensor([version, *words], dtype=torch.int64),
         "python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return {f"{RNG}.{rank}.{name}": Shard.whole(state, writes=True) for name, state in states.items()}
+    return states
+
+
+def set_generators(states: Mapping[str, Tensor]) -> None:
+    """Let this process's random generators go on from what ``generators`` gave, here or elsewhere."""
+    torch.set_rng_state(states["torch"])
+    *keys, position, has_gauss = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy_gauss"].item()))
+    version, *words = states["python"].tolist()
+    gauss = states["python_gauss"].item()
+    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """What is drawn inside the block is not missing after it."""
+    before = generators()
+    try:
+        yield
+    finally:
+        set_generators(before)
+
+
+def rng_shards(rank: int) -> dict[str, Shard]:
+    """The states of the random generators that rank ``rank`` saves, or loads."""
+    return {f"{RNG}.{rank}.{name}": Shard.whole(state, writes=True) for name, state in generators().items()}
 
 
 def share_rng(tp: Group) -> None:
@@ -232,15 +286,7 @@ def share_rng(tp: Group) -> None:
 
 def restore_rng(shards: Mapping[str, Shard], rank: int) -> None:
     """Set this rank's random generators from what ``rng_shards`` described and a checkpoint filled."""
-    states = {name: shards[f"{RNG}.{rank}.{name}"].data for name in ("torch", "numpy", "numpy_gauss", "python", "python_gauss")}
-    torch.set_rng_state(states["torch"])
-    *keys, position, has_gauss = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy_gauss"].item()))
-    version, *words = states["python"].tolist()
-    gauss = states["python_gauss"].item()
-    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
-    if f"{RNG}.{rank}.cuda" in shards:
-        torch.cuda.set_rng_state(shards[f"{RNG}.{rank}.cuda"].data)
+    set_generators({name.removeprefix(f"{RNG}.{rank}."): shard.data for name, shard in shards.items()})
 
 
 def _state_device(key: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:

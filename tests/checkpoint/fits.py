@@ -104,6 +104,9 @@ def moments(trainer: L.Trainer) -> dict[str, Tensor]:
 
 
 def ending(trainer: L.Trainer, module: Net) -> State:
+    (optimizer,), (schedule,) = trainer.optimizers, (config.scheduler for config in trainer.lr_scheduler_configs)
+    assert schedule.optimizer.param_groups[0] is optimizer.param_groups[0], "the schedule moves the live rates"
+    assert schedule.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
     return State(
         weights=trainer.strategy.full_state_dict() or {},
         moments=moments(trainer),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 import warnings
 from pathlib import Path
@@ -13,10 +15,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
-from lightning_par import HybridParallelStrategy
+from lightning_par import HybridParallelStrategy, convert
 from lightning_par.checkpoint import CheckpointError, is_native, read_meta
 from lightning_par.strategy import saving
-from tests.checkpoint.fits import LAYOUTS, QUIET, STEPS, Net, fit, fit_world, world_size
+from tests.checkpoint.fits import LAYOUTS, QUIET, STEPS, Net, SaveAt, assert_equal, fit, fit_world, world_size
 from tests.harness import WorldError, run_world
 from tests.harness.models import token_loader
 
@@ -63,25 +65,36 @@ def test_K16_model_checkpoint_keeps_the_best_folders_and_the_last(name: str, tmp
     assert read_meta(first[0])["epoch"] == 1
 
 
-def _validate_without_optimizer(folder: Path, layout: dict[str, int]) -> float:
-    trainer = _trainer(layout)
-    module = WithoutOptimizer(dropout=0.0)
-    return trainer.validate(module, _loader(trainer), ckpt_path=folder, verbose=False)[0]["val_loss"]
-
-
 class WithoutOptimizer(Net):
     def configure_optimizers(self) -> None:
-        raise AssertionError("validation must not ask for an optimizer")
+        raise AssertionError("only training asks for an optimizer")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.model(**batch).loss)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch["input_ids"]).logits
+
+
+def _use_without_optimizer(folder: Path, layout: dict[str, int]) -> tuple[float, float, float]:
+    """The losses of validate and test, and a number made of what predict gives for the first batch (under cp it is refused)."""
+    trainer, module = _trainer(layout), WithoutOptimizer(dropout=0.0)
+    (validated,) = trainer.validate(module, _loader(trainer), ckpt_path=folder, verbose=False)
+    (tested,) = trainer.test(module, _loader(trainer), ckpt_path=folder, verbose=False)
+    rows = token_loader(4, rows=4)
+    predicted = 0.0 if "cp" in layout else trainer.predict(module, rows, ckpt_path=folder)[0].sin().sum().item()
+    return validated["val_loss"], tested["test_loss"], predicted
 
 
 def test_K26_weights_load_without_an_optimizer_under_any_layout(tmp_path: Path) -> None:
-    fit_world(LAYOUTS["dp2 zero1"], STEPS, save=tmp_path / "last")
-    losses = [
-        loss for name in ("tp2", "pp2", "cp2") for loss in run_world(_validate_without_optimizer, 2, tmp_path / "last", LAYOUTS[name])
-    ]
-    losses += run_world(_validate_without_optimizer, 1, tmp_path / "last", {"dp": 1})
-    assert losses == pytest.approx([losses[0]] * 7, abs=1e-5)
-    assert losses[0] < 3.6, "these are trained weights"
+    fit_world({"dp": 2, "zero": 3}, STEPS, save=tmp_path / "last")
+    (alone,) = run_world(_use_without_optimizer, 1, tmp_path / "last", {"dp": 1})
+    assert alone[0] == pytest.approx(alone[1], abs=1e-6)
+    assert alone[0] < 3.6, "these are trained weights"
+    for name in ("tp2", "pp2", "cp2"):
+        for told in run_world(_use_without_optimizer, 2, tmp_path / "last", LAYOUTS[name]):
+            assert told[:2] == pytest.approx(alone[:2], abs=1e-5)
+            assert told[2] == (0.0 if name == "cp2" else pytest.approx(alone[2], abs=1e-3))
 
 
 def _resume_with(layers: int, folder: Path, strict: bool) -> None:
@@ -98,7 +111,22 @@ def test_K19_strict_names_what_does_not_fit_and_not_strict_loads_the_rest(tmp_pa
     with pytest.raises(WorldError, match=r"weights that the model has not: .*model\.model\.layers\.2\.attention\.q_proj\.weight"):
         run_world(_resume_with, 2, 2, tmp_path / "last", True)
     for layers in (2, 4):
-        run_world(_resume_with, 2, layers, tmp_path / "last", False)
+        for told in run_world(_told_while_resuming, 2, layers, tmp_path / "last"):
+            lists = re.search(r"left as they are: (.*)\. In it, but not in the model: (.*)", told).groups()
+            missing, unexpected = (set(re.findall(r"layers\.(\d)\.", found)) for found in lists)
+            assert (missing, unexpected) == ((set(), {"2"}) if layers == 2 else ({"3"}, set()))
+
+
+def _told_while_resuming(layers: int, folder: Path) -> str:
+    """Rank 0 is told; the other says the same here."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _resume_with(layers, folder, False)
+    messages = [str(warning.message) for warning in told if "was not loaded whole" in str(warning.message)]
+    group: list[Any] = [None, None]
+    torch.distributed.all_gather_object(group, messages)
+    (message,) = group[0] + group[1]
+    return message
 
 
 def _resume_what_only_rank_0_sees(folder: Path) -> str:
@@ -194,3 +222,157 @@ def _fit_with_hparams(folder: Path) -> None:
     module.save_hyperparameters({**OmegaConf.create({"betas": [0.9, 0.95], "name": "tiny"}), "path": Path("/data")})
     trainer.fit(module, _loader(trainer))
     trainer.save_checkpoint(folder)
+
+
+class WithHparams(Net):
+    def __init__(self, layers: int = 3, tie: bool = False) -> None:
+        super().__init__(layers=layers, tie=tie)
+        self.save_hyperparameters()
+
+
+def _fit_with_hparams_of_its_own(layout: dict[str, int], folder: Path) -> dict[str, Tensor]:
+    trainer = _trainer(layout, max_steps=1)
+    trainer.fit(WithHparams(layers=2, tie=True), _loader(trainer))
+    trainer.save_checkpoint(folder)
+    return trainer.strategy.full_state_dict() or {}
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_K22_load_from_checkpoint_needs_no_strategy(kind: str, tmp_path: Path) -> None:
+    """In a plain process: weights and ties of a run under tp2 pp2, and the module's own arguments; what does not fit is named."""
+    weights = run_world(_fit_with_hparams_of_its_own, 4, LAYOUTS["tp2 pp2"], tmp_path / "folder")[0]
+    convert(tmp_path / "folder", tmp_path / "file", "ckpt")
+    module = WithHparams.load_from_checkpoint(tmp_path / kind, weights_only=True)
+    assert module.hparams == {"layers": 2, "tie": True}
+    assert module.model.head.weight is module.model.embed.weight
+    assert_equal(dict(module.state_dict()), weights)
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*layers\.2\.attention"):
+        WithHparams.load_from_checkpoint(tmp_path / kind, weights_only=True, layers=3)
+    assert len(WithHparams.load_from_checkpoint(tmp_path / kind, weights_only=True, layers=3, strict=False).model.layers) == 3
+
+
+def test_K22_what_is_no_checkpoint_or_damaged_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="empty is no checkpoint: give a complete folder"):
+        Net.load_from_checkpoint(tmp_path / "empty")
+    run_world(_fit_with_hparams_of_its_own, 1, {"dp": 1}, tmp_path / "last")
+    data = tmp_path / "last" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=r"last is damaged: __0_0\.distcp has .* bytes"):
+        WithHparams.load_from_checkpoint(tmp_path / "last")
+
+
+def _save_weights_only(folder: Path) -> None:
+    trainer = _trainer({"dp": 2}, max_steps=STEPS)
+    trainer.fit(Net(), _loader(trainer))
+    trainer.save_checkpoint(folder, weights_only=True)
+
+
+def _resume_in_vain(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        fit({"dp": 2}, 2 * STEPS, resume=folder)
+    return str(error.value)
+
+
+def _waive(folder: Path) -> tuple[int, int, list[int]]:
+    """Steps of the whole run, of this part of it, and those that the optimizer knows of."""
+    trainer = _trainer({"dp": 2, "restore_optimizer": False}, max_steps=2 * STEPS)
+    module = Net(dropout=0.0)
+    trainer.fit(module, _loader(trainer), ckpt_path=folder)
+    steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
+    return trainer.global_step, len(module.losses), sorted(steps)
+
+
+def test_the_state_of_optimizers_is_required_unless_it_is_waived(tmp_path: Path) -> None:
+    run_world(_save_weights_only, 2, tmp_path / "weights")
+    fit_world({"dp": 2}, STEPS, save=tmp_path / "all")
+    for message in run_world(_resume_in_vain, 2, tmp_path / "weights"):
+        assert "holds 0 optimizers, but configure_optimizers made 1" in message
+        assert "restore_optimizer=False" in message
+    for name in ("weights", "all"):
+        assert run_world(_waive, 2, tmp_path / name) == [(2 * STEPS, STEPS, [STEPS])] * 2, "it began anew"
+
+
+def _resume_told(folder: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit({"dp": 1}, STEPS + 1, resume=folder)
+    return [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize("lost", ["a moment", "all of a parameter"])
+def test_K7_state_that_a_single_file_lacks_is_named(lost: str, tmp_path: Path) -> None:
+    run_world(_fit_one_rank, 1, tmp_path / "last")
+    convert(tmp_path / "last", tmp_path / "whole.ckpt", "ckpt")
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    state = saved["optimizer_states"][0]["state"]
+    name = saved["lightning_par"]["names"][0][1]
+    if lost == "a moment":
+        del state[1]["exp_avg_sq"]
+    else:
+        del state[1]
+    torch.save(saved, tmp_path / "less.ckpt")
+    if lost == "a moment":
+        with pytest.raises(WorldError, match=rf"less\.ckpt lacks optimizer\.0\.{name}\.exp_avg_sq"):
+            run_world(_resume_told, 1, tmp_path / "less.ckpt")
+    else:
+        told = run_world(_resume_told, 1, tmp_path / "less.ckpt")[0]
+        assert any(f"has no state of optimizer 0 for {name}: it begins anew" in message for message in told)
+
+
+def _fit_one_rank(folder: Path) -> None:
+    fit({"dp": 1}, STEPS, save=folder)
+
+
+def _first_loss_as_nodes(folder: Path, nodes: int) -> list[float]:
+    """Four ranks as ``nodes`` nodes: a rank's place on its node is not its place in the world."""
+    rank = torch.distributed.get_rank()
+    devices = 4 // nodes
+    os.environ |= {"LOCAL_RANK": str(rank % devices), "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": str(rank // devices)}
+    strategy = HybridParallelStrategy(dp=2, tp=2, zero=1)
+    options = QUIET | {"precision": "64-true", "max_steps": STEPS + 1}
+    trainer = L.Trainer(devices=devices, num_nodes=nodes, strategy=strategy, **options)
+    module = Net(dropout=0.0)
+    trainer.fit(module, _loader(trainer), ckpt_path=folder)
+    assert (strategy.global_rank, strategy.local_rank) == (rank, rank % devices)
+    return module.losses
+
+
+@pytest.mark.parametrize("format", ["native", pytest.param("universal", marks=pytest.mark.slow)])
+def test_K3_ranks_of_several_nodes_go_on_with_the_loss_of_the_straight_run(format: str, tmp_path: Path) -> None:
+    options = {"dropout": 0.0, "precision": "64-true"}
+    straight = fit_world({"dp": 2}, STEPS + 1, **options)[0]
+    fit_world({"dp": 2}, STEPS, save=tmp_path / "native", **options)
+    if format == "universal":
+        convert(tmp_path / "native", tmp_path / "universal", "universal")
+    for losses in run_world(_first_loss_as_nodes, 4, tmp_path / format, 2):
+        assert losses == pytest.approx(straight.losses[STEPS:], abs=1e-10)
+
+
+def _draws_after(layout: dict[str, int], folder: Path) -> tuple[float, list[str]]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        end = fit(layout, STEPS, resume=folder)
+    return end.draw, [str(warning.message) for warning in told if "another layout" in str(warning.message)]
+
+
+def test_K11_under_another_layout_random_numbers_go_on_from_those_of_a_rank_that_there_was(tmp_path: Path) -> None:
+    """And that is told. Ranks of one tensor-parallel group share them; those that there were not before take them in turn."""
+    run_world(_fit_seeded, 2, {"dp": 2}, tmp_path / "last")
+    saved = [draw for draw, _ in run_world(_draws_after, 2, {"dp": 2}, tmp_path / "last")]
+    assert saved[0] != saved[1]
+    more = run_world(_draws_after, 3, {"dp": 3}, tmp_path / "last")
+    assert [draw for draw, _ in more] == [saved[0], saved[1], saved[0]]
+    shared = run_world(_draws_after, 2, {"tp": 2}, tmp_path / "last")
+    assert [draw for draw, _ in shared] == [saved[0]] * 2
+    assert "'dp': 2" in more[0][1][0]
+
+
+class Seeds(L.Callback):
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        torch.manual_seed(trainer.global_rank)
+
+
+def _fit_seeded(layout: dict[str, int], folder: Path) -> None:
+    trainer = _trainer(layout, [Seeds(), SaveAt(folder, STEPS)], max_steps=STEPS, enable_checkpointing=False)
+    trainer.fit(Net(), _loader(trainer))

@@ -24,7 +24,7 @@ def test_every_choice_composes_and_resolves(choice):
 
 def test_every_field_of_the_layout_can_be_overridden_without_a_plus():
     parallel = composed().parallel
-    assert set(parallel) == {*ParallelLayout.__dataclass_fields__, "async_save", "zero_options"}
+    assert set(parallel) == {*ParallelLayout.__dataclass_fields__, "async_save", "restore_optimizer", "zero_options"}
     assert ZeroOptions(**parallel.zero_options) == ZeroOptions()
 
 

@@ -81,7 +81,15 @@ def _fit_rank(loader: Any, size: int, layout: dict[str, int], devices: int, opti
 
 
 @pytest.mark.parametrize("loader", [plain, shuffled, own_batches])
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"dp": 1}], ids=["dp2", "tp2", "one rank"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"dp": 2}, id="dp2"),
+        pytest.param({"tp": 2}, id="tp2"),
+        pytest.param({"dp": 1}, id="one rank"),
+        pytest.param({"dp": 2, "tp": 2}, id="dp2 tp2", marks=pytest.mark.slow),
+    ],
+)
 def test_T18_L7_replicas_together_see_the_batches_of_one_process(loader: Any, layout: dict[str, int]) -> None:
     replicas, size = layout.get("dp", 1), math.prod(layout.values())
     alone = _fit(loader, 4, "auto", 1)
@@ -89,10 +97,11 @@ def test_T18_L7_replicas_together_see_the_batches_of_one_process(loader: Any, la
     for stage in ("train", "val"):
         for place, batch in enumerate(alone[stage]):
             assert all(len(rank[stage]) == len(alone[stage]) for rank in ranks)
-            seen = [rank[stage][place] for rank in ranks[:replicas]]
+            seen = [rank[stage][place] for rank in ranks[:: size // replicas]]
             assert sorted(itertools.chain(*seen)) == sorted(batch), (stage, place)
     if replicas == 1:
-        assert all(rank == alone for rank in ranks), "ranks of one replica share batches"
+        assert all(rank == alone for rank in ranks)
+    assert all(rank == ranks[place - place % (size // replicas)] for place, rank in enumerate(ranks)), "ranks of one replica share batches"
 
 
 def test_L7_a_user_who_divides_samples_alone_is_left_alone() -> None:

@@ -1,0 +1,42 @@
+"""``load_from_checkpoint`` of modules and data modules reads folders too, in one process and without a strategy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZERS, is_native, open_checkpoint
+from lightning_par.strategy import seams
+
+
+def teach_lightning() -> None:
+    """From now on."""
+    seams.read_also(_is_folder, read_whole)
+
+
+def _is_folder(path: Any) -> bool:
+    return isinstance(path, str | os.PathLike) and (Path(path).is_dir() or is_native(path))
+
+
+def read_whole(path: str | os.PathLike[str], map_location: Any = None) -> dict[str, Any]:
+    """What Lightning's single file would hold, but for the state of optimizers: weights whole, under all names of the module.
+
+    Args:
+        map_location: a device for the weights, None or anything else: on CPU.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint of a format that we read, or it is damaged.
+    """
+    source = open_checkpoint(path)
+    source.check()
+    names = [name.removeprefix(f"{MODEL}.") for name in source.entries if name.startswith(f"{MODEL}.") and "#" not in name]
+    device = torch.device(map_location) if isinstance(map_location, str | torch.device | int) else torch.device("cpu")
+    weights = {name: source.read(f"{MODEL}.{name}").to(device) for name in names}
+    aliases = source.meta.get(MODULE, {}).get("aliases", {}) or {name: name for name in names}
+    plain = {key: value for key, value in source.meta.items() if key not in (OPTIMIZERS, MODULE)}
+    state_dict = {key: weights[first] for key, first in aliases.items() if first in weights}
+    return {"pytorch-lightning_version": pl.__version__} | plain | {"state_dict": state_dict}

@@ -1,0 +1,303 @@
+"""Where in its training data a run is, and how a run that is resumed gets there.
+
+Note [The next sample]
+~~~~~~~~~~~~~~~~~~~~~~
+Lightning saves how many batches of an epoch were given out, and begins its dataloaders anew: unless they have a ``state_dict``, a run that
+is resumed in the middle of an epoch sees its first samples again, and never its last. So a checkpoint of ours also tells what the epoch's
+order was drawn from (random generators, the sampler's own generator or state, the epoch it was told). What happens then depends on who
+orders the samples::
+
+    a sampler that the strategy divides         the order is drawn again, and goes on behind the samples that all replicas together
+                                                were given: with any number of replicas, and any batch size
+    a dataloader with a state_dict              has its state again, each replica its own; with another number of replicas only if the
+                                                dataloader says ``state_is_global = True``: it means the same for any number of them
+    anything else: an own batch sampler, an     its batches are drawn again and dropped, so their order must depend on the epoch alone;
+    own division, data without a length         another number of replicas is refused
+
+Gradients that wait for the next optimizer step are in no checkpoint. One that is saved between two steps is that of the earlier one: its
+place in the data, and its random generators, are those with which the accumulation at hand began.
+
+Random generators are restored once the dataloader's iterator is made in the middle of an epoch, since making it draws from them, which the
+straight run did when the epoch began. What workers draw inside of a dataset does not go on: they start from another seed.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from lightning_par.checkpoint import CheckpointError, plain
+from lightning_par.comm import Mesh
+from lightning_par.strategy import progress, seams
+from lightning_par.strategy.loaders import NextEpoch, Onward, StateOfGiven
+from lightning_par.strategy.sampling import ReplicaSampler
+from lightning_par.strategy.state import generators, generators_kept, set_generators
+
+DATA = "lightning_par_data"
+"""The key in a checkpoint."""
+
+
+@dataclass
+class _Resumed:
+    """What a checkpoint tells.
+
+    Attributes:
+        batches: how many of the epoch at hand were given out; None: a new one begins.
+        told: of each dataloader, in order.
+        states: of those that have one.
+        at_end: no batch of the epoch at hand is left.
+        entered: how many dataloaders have come.
+    """
+
+    batches: int | None
+    replicas: int
+    mode: str
+    told: list[dict[str, Any]]
+    states: list[Any]
+    at_end: bool
+    entered: int = 0
+
+
+class DataPlace:
+    """Of one strategy. All ranks call each method together. See Note [The next sample]."""
+
+    def __init__(self) -> None:
+        self._resumed: _Resumed | None = None
+        self._restored: dict[str, Tensor] | None = None  # generators, before iterators were made
+        self._window: tuple[int, dict[str, Tensor]] = (-1, {})  # the first batch of the accumulation at hand, and the generators then
+        self._loaders: CombinedLoader | None = None
+        self._epoch = 0
+
+    # --- while training
+
+    def forget(self) -> None:
+        """A checkpoint that an earlier run read is none of the next one's business."""
+        self._resumed = self._restored = None
+
+    def enter(self, trainer: pl.Trainer, mesh: Mesh, dataloader: Any) -> Any:
+        """A training dataloader before its first use, or what takes its place: at the batch that comes next.
+
+        Raises:
+            CheckpointError: it cannot be told which that is.
+        """
+        resumed, replicas = self._resumed, mesh.dp.size
+        if resumed is not None and self._restored is None:
+            self._restored = generators()
+        told, batches = (None, None) if resumed is None else _of_next(resumed)
+        if seams.is_stateful(dataloader):
+            if batches and resumed.replicas != replicas and not getattr(dataloader, "state_is_global", False):
+                what = f"the state of {type(dataloader).__name__}"
+                raise _another_number(resumed.replicas, replicas, what, "says state_is_global = True")
+            return self._restored_state(trainer, dataloader)
+        if resumed is None or not seams.takes_batches(trainer):
+            return dataloader  # a step that fetches batches itself is not counted with
+        sampler = _sampler(dataloader)
+        if sampler is not None and (batches is None or _cuts_alike(dataloader)):
+            self._draw_again(trainer, sampler, dataloader, told, batches)
+        elif batches:
+            if resumed.replicas != replicas:
+                what = f"{type(dataloader).__name__} with {type(getattr(dataloader, 'batch_sampler', None)).__name__}"
+                raise _another_number(resumed.replicas, replicas, what, "leaves the division to the strategy, or has a state_dict")
+            seams.set_epoch(dataloader, told.get("epoch", trainer.current_epoch))
+            if sampler is not None:
+                sampler.draw_again(told.get("drawn_from"), 0)
+            return Onward(dataloader, batches)
+        return dataloader
+
+    def _restored_state(self, trainer: pl.Trainer, dataloader: Any) -> Any:
+        resumed = self._resumed
+        if resumed is not None and resumed.states:
+            dataloader.load_state_dict(resumed.states.pop(0))
+            if resumed.batches is None or resumed.at_end:
+                dataloader = NextEpoch(dataloader)
+        ahead = seams.length(dataloader) is None and seams.takes_batches(trainer)
+        return StateOfGiven(dataloader) if ahead else dataloader
+
+    def _draw_again(
+        self, trainer: pl.Trainer, sampler: ReplicaSampler, dataloader: DataLoader, told: Mapping[str, Any], batches: int | None
+    ) -> None:
+        resumed, samples = self._resumed, len(sampler.sampler)
+        drawn_from = told.get("drawn_from")
+        if told.get("samples", samples) != samples:
+            rank_zero_warn(f"the training data had {told['samples']} samples when the checkpoint was saved, and has {samples} now")
+            drawn_from = None
+        if not batches and drawn_from is None:
+            return
+        if drawn_from is None and not isinstance(sampler.sampler, SequentialSampler):
+            rank_zero_warn(
+                "the checkpoint ended in the middle of an epoch, and does not tell how the order of its samples can be drawn again: "
+                f"{batches} batches of another order are left out instead"
+            )
+        if batches is None:
+            sampler.draw_again(drawn_from, None)
+            return
+        size = dataloader.batch_size or 1
+        before = told.get("batch_size", size) * resumed.replicas
+        first = min(batches * before, samples)
+        sampler.draw_again(drawn_from, first)
+        if resumed.replicas == sampler.replicas and before == sampler.replicas * size:
+            return
+        if len(resumed.told) > 1 and before != sampler.replicas * size:
+            raise CheckpointError(
+                f"the checkpoint was saved in the middle of an epoch with {before} samples a batch over all replicas, now there are "
+                f"{sampler.replicas * size}: with several training dataloaders choose a batch size with which that stays the same"
+            )
+        count = len(dataloader) - _batches(samples - first, sampler.replicas, size, drop_last=dataloader.drop_last)
+        if count % trainer.accumulate_grad_batches:
+            raise CheckpointError(
+                f"the checkpoint was saved after {first} samples of an epoch, which are {first / (sampler.replicas * size):g} batches now: "
+                f"no multiple of accumulate_grad_batches={trainer.accumulate_grad_batches}; choose dp, batch size and accumulation with "
+                f"which as many samples as before ({before} in a batch) make an optimizer step"
+            )
+        seams.set_batches(trainer, count)
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Training starts: iterators are made."""
+        self._loaders = seams.train_loaders(trainer)
+        resumed, restored, self._resumed, self._restored = self._resumed, self._restored, None, None
+        if resumed is None:
+            return
+        if resumed.batches and resumed.told and resumed.entered not in (0, len(resumed.told)):
+            raise CheckpointError(f"the checkpoint tells of {len(resumed.told)} training dataloaders, but there are {resumed.entered}")
+        if resumed.states and resumed.entered:
+            raise CheckpointError(
+                f"the checkpoint has {len(resumed.states)} more states of training dataloaders than there are with a state"
+            )
+        if resumed.batches is None:
+            seams.begin_epoch(trainer)
+        elif restored is not None:
+            set_generators(restored)
+        if resumed.at_end:  # the next iterator is that of the next epoch
+            for sampler in filter(None, map(_sampler, self._loaders.flattened)):
+                sampler.drop_rest()
+
+    def begin_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """A batch was fetched, and its step comes next."""
+        self._loaders, self._epoch = seams.train_loaders(trainer), trainer.current_epoch
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._window = (batch_idx, generators())
+
+    # --- in checkpoints
+
+    @contextmanager
+    def written(self, checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> Iterator[None]:
+        """Inside the block Lightning's ``checkpoint`` tells the place, and random generators are those that belong to it."""
+        loops = checkpoint.get("loops", {}).get("fit_loop")
+        if loops is None or self._loaders is None or not seams.takes_batches(trainer):
+            yield
+            return
+        dataloaders = self._loaders.flattened
+        given = loops[progress.BATCHES]["current"]["ready"]
+        back = progress.rewind(loops, trainer.accumulate_grad_batches)
+        if back is not None:
+            _put_back(loops, dataloaders, given - back)
+        checkpoint[DATA] = {
+            "replicas": mesh.dp.size,
+            "mode": seams.combination(self._loaders),
+            "loaders": [_told(dataloader, self._epoch) for dataloader in dataloaders],
+            "states": _states(loops, mesh),
+        }
+        with generators_kept() if back is not None else nullcontext():
+            if back is not None and back == self._window[0]:
+                set_generators(self._window[1])
+            yield
+
+    def read(self, checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> AbstractContextManager:
+        """Take the place from a loaded ``checkpoint``, and put into it what Lightning restores: a context for the run.
+
+        Raises:
+            CheckpointError: dataloaders' states are those of another number of replicas.
+        """
+        loops = checkpoint["loops"]["fit_loop"]
+        by_steps = trainer.max_steps != -1
+        if by_steps and checkpoint.get("global_step", 0) >= trainer.max_steps:
+            return nullcontext()  # nothing is left to train
+        progress.reopen(loops, by_steps=by_steps)
+        told = checkpoint.get(DATA, {})
+        batches, replicas = progress.batches_given(loops), told.get("replicas", mesh.dp.size)
+        states = loops.get("state_dict", {}).pop("combined_loader", [])  # Lightning restores them in the middle of an epoch only
+        if by_replica := told.get("states"):
+            if replicas != mesh.dp.size and batches:
+                raise _another_number(replicas, mesh.dp.size, "the state of its dataloaders, which replicas do not share", "carries none")
+            states = by_replica[mesh.dp.index % replicas]
+        mode, at_end = told.get("mode", "max_size_cycle"), progress.is_at_end(loops)
+        self._resumed = _Resumed(batches, replicas, mode, told.get("loaders", []), [*states], at_end)
+        self._restored = None
+        seams.set_up_again(trainer)
+        return seams.no_word_of_lost_places() if DATA in checkpoint else nullcontext()
+
+
+def _of_next(resumed: _Resumed) -> tuple[dict[str, Any], int | None]:
+    """What is told of the next dataloader, and how many batches of the epoch at hand it gave."""
+    told = resumed.told[resumed.entered] if resumed.entered < len(resumed.told) else {}
+    resumed.entered += 1
+    return told, None if resumed.batches is None else _given(resumed.batches, told.get("length"), resumed.mode)
+
+
+def _given(batches: int, length: int | None, mode: str) -> int:
+    """By one of several dataloaders of which ``batches`` were taken together; ``length``: how many it has."""
+    if not length or not batches or mode == "min_size":
+        return batches
+    return (batches - 1) % length + 1 if mode == "max_size_cycle" else min(batches, length)
+
+
+def _sampler(dataloader: Any) -> ReplicaSampler | None:
+    sampler = seams.order_of(dataloader) if isinstance(dataloader, DataLoader) else None
+    return sampler if isinstance(sampler, ReplicaSampler) else None
+
+
+def _cuts_alike(dataloader: DataLoader) -> bool:
+    """Every batch is as many places of the order, one after the other."""
+    return dataloader.batch_sampler is None or type(dataloader.batch_sampler) is BatchSampler
+
+
+def _batches(samples: int, replicas: int, size: int, *, drop_last: bool) -> int:
+    local = -(-samples // replicas)
+    return local // size if drop_last else -(-local // size)
+
+
+def _told(dataloader: Any, epoch: int) -> dict[str, Any]:
+    told: dict[str, Any] = {"epoch": epoch, "length": seams.length(dataloader)}
+    if (sampler := _sampler(dataloader)) is not None:
+        told |= {"samples": len(sampler.sampler), "drawn_from": sampler.drawn_from}
+        if _cuts_alike(dataloader):
+            told["batch_size"] = dataloader.batch_size or 1
+    return told
+
+
+def _put_back(loops: Mapping[str, Any], dataloaders: Sequence[Any], batches: int) -> None:
+    """Tell the states of dataloaders that have their own as they were ``batches`` ago, where they can."""
+    for place, dataloader in enumerate(filter(seams.is_stateful, dataloaders)):
+        if hasattr(dataloader, "state_before"):
+            loops["state_dict"]["combined_loader"][place] = dataloader.state_before(batches)
+        else:
+            rank_zero_warn(
+                f"the checkpoint is saved between two optimizer steps, and {type(dataloader).__name__} tells its own state: {batches} "
+                "batches whose gradients wait for the next step will be missing in it. Save after a step, or give the dataloader "
+                "state_before(batches), its state so many batches ago"
+            )
+
+
+def _states(loops: Mapping[str, Any], mesh: Mesh) -> Sequence[Any] | None:
+    """The states of dataloaders by replica, if replicas differ."""
+    mine = loops["state_dict"].get("combined_loader")
+    if mine is None:
+        return None
+    by_replica = dict(mesh.world.gather_objects((mesh.dp.index, plain(mine, []))))
+    states = [by_replica[replica] for replica in range(mesh.dp.size)]
+    return states if len({pickle.dumps(state) for state in states}) > 1 else None
+
+
+def _another_number(before: int, now: int, what: str, fix: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint was saved in the middle of an epoch with dp={before}, and with dp={now} it cannot be told which samples come next "
+        f"of {what}: resume with dp={before}, or from the end of an epoch, or with a dataloader that {fix}"
+    )

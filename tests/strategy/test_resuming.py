@@ -1,0 +1,419 @@
+"""A run that is resumed anywhere sees the samples of the straight run from there on: none twice, none left out."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import pairwise
+from multiprocessing import current_process
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
+
+from lightning_par import HybridParallelStrategy
+from lightning_par.checkpoint import CheckpointError
+from lightning_par.strategy.loaders import NextEpoch, StateOfGiven
+from tests.harness import run_world
+from tests.harness.models import QUIET
+from tests.strategy.test_sampling import Numbers
+
+ROWS, BATCH = 14, 4
+EPOCH = math.ceil(ROWS / BATCH)
+"""Batches of an epoch; the last one is short."""
+Step = tuple[list[int], float, int, int, int]
+"""Samples, a random number, epoch, batch, optimizer steps before."""
+
+
+class MidStepError(Exception):
+    """Of the user's own."""
+
+
+class Notes(L.LightningModule):
+    """Writes down what each batch was, and draws random numbers in between, as dropout does."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"layers.0": "colwise", "layers.1": "rowwise"}
+
+    def __init__(self, fails_at: int | None = None, foresees: bool = False) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(1, 2), torch.nn.Linear(2, 1)])
+        self.fails_at, self.foresees, self.steps = fails_at, foresees, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = [part for part in (batch.values() if isinstance(batch, dict) else [batch]) if part is not None]
+        samples = [sample for part in parts for sample in part.flatten().int().tolist()]
+        self.steps.append((samples, torch.rand(()).item(), self.current_epoch, batch_idx, self.global_step))
+        if len(self.steps) - 1 == self.fails_at:
+            raise MidStepError
+        x = parts[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        torch.rand(())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.foresees:
+            assert self.trainer.estimated_stepping_batches > 0  # as warmup schedules ask; Lightning makes the dataloader's iterator for it
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class SaveWhen(L.Callback):
+    """Saves to ``folder / moment`` at each of some moments, by the number of batches before them."""
+
+    def __init__(self, folder: Path, moments: dict[str, tuple[str, int]]) -> None:
+        self.folder, self.moments = folder, moments
+
+    def _save(self, trainer: L.Trainer, hook: str) -> None:
+        for name, moment in self.moments.items():
+            if moment == (hook, len(trainer.lightning_module.steps)):
+                trainer.save_checkpoint(self.folder / name)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._save(trainer, "batch")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._save(trainer, "epoch")
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._save(trainer, "validation")
+
+
+Loader = Callable[[int, int, int], Any]
+"""Of batches of some size, for some number of replicas, of which this is one."""
+
+
+def plain(size: int, replicas: int, index: int) -> Any:
+    return DataLoader(Numbers(ROWS), batch_size=size)
+
+
+def shuffled(size: int, replicas: int, index: int) -> Any:
+    return DataLoader(Numbers(ROWS), batch_size=size, shuffle=True)
+
+
+def shuffled_apart(size: int, replicas: int, index: int) -> Any:
+    return DataLoader(Numbers(ROWS), batch_size=size, shuffle=True, generator=torch.Generator().manual_seed(2))
+
+
+def with_workers(size: int, replicas: int, index: int) -> Any:
+    current_process()._config["daemon"] = False  # ranks of tests are, and such may have no children
+    return DataLoader(Numbers(ROWS), batch_size=size, shuffle=True, num_workers=1)
+
+
+class Dice(Sampler):
+    """Draws from generators of all kinds, and its order depends on the epoch and on itself."""
+
+    def __init__(self) -> None:
+        self.own, self.epoch = random.Random(5), 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        order = [*range(ROWS)]
+        self.own.shuffle(order)
+        random.shuffle(order)
+        turn = (int(np.random.randint(ROWS)) + self.epoch) % ROWS
+        return iter(order[turn:] + order[:turn])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        version, words, gauss = self.own.getstate()
+        return {"own": [version, list(words), gauss]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, words, gauss = state["own"]
+        self.own.setstate((version, tuple(words), gauss))
+
+
+def own_sampler(size: int, replicas: int, index: int) -> Any:
+    return DataLoader(Numbers(ROWS), batch_size=size, sampler=Dice())
+
+
+def two(size: int, replicas: int, index: int) -> Any:
+    """The shorter is drawn several times in an epoch."""
+    short = DataLoader(Numbers(6), batch_size=size, shuffle=True)
+    return CombinedLoader({"long": shuffled(size, replicas, index), "short": short}, "max_size_cycle")
+
+
+def two_at_least(size: int, replicas: int, index: int) -> Any:
+    return CombinedLoader({"long": shuffled(size, replicas, index), "short": DataLoader(Numbers(6), batch_size=size)}, "max_size")
+
+
+class Growing(BatchSampler):
+    """Batches of unequal size."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [*super().__iter__()]
+        return iter([batches[0] + batches[1][:1], batches[1][1:], *batches[2:]])
+
+
+def own_batches(size: int, replicas: int, index: int) -> Any:
+    return DataLoader(Numbers(ROWS), batch_sampler=Growing(SequentialSampler(Numbers(ROWS)), size, drop_last=False))
+
+
+def own_division(size: int, replicas: int, index: int) -> Any:
+    sampler = DistributedSampler(Numbers(ROWS), num_replicas=replicas, rank=index, shuffle=True, seed=3)
+    return DataLoader(Numbers(ROWS), batch_size=size, sampler=sampler)
+
+
+class Stream(IterableDataset):
+    """Has no length."""
+
+    def __init__(self, replicas: int, index: int) -> None:
+        self.replicas, self.index = replicas, index
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([float(number)]) for number in range(self.index, ROWS, self.replicas))
+
+
+def stream(size: int, replicas: int, index: int) -> Any:
+    return DataLoader(Stream(replicas, index), batch_size=size)
+
+
+class Stateful(DataLoader):
+    """A user's own: counts what it gave in an epoch."""
+
+    given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for place, batch in enumerate(super().__iter__()):
+            if place >= self.given:
+                self.given += 1
+                yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def stateful_stream(size: int, replicas: int, index: int) -> Any:
+    return Stateful(Stream(replicas, index), batch_size=size)
+
+
+LOADERS: dict[str, Loader] = {loader.__name__: loader for loader in (shuffled, shuffled_apart, own_sampler, two, plain, with_workers)} | {
+    loader.__name__: loader for loader in (own_batches, own_division, stream, stateful_stream, two_at_least)
+}
+
+
+def _fit(loader: str, layout: dict[str, int], limit: dict[str, int], folder: Path, **how: Any) -> list[Step]:
+    """Train, saving at ``moments`` to ``folder`` or going on from ``resume`` in it; what was seen."""
+    L.seed_everything(3, verbose=False)
+    moments, resume, batch, after, fails_at, validate, foresees = (
+        how.pop(key, None) for key in ("moments", "resume", "batch", "after", "fails_at", "validate", "foresees")
+    )
+    strategy = HybridParallelStrategy(**layout)
+    callbacks: list[L.Callback] = [SaveWhen(folder, moments)] if moments else []
+    if fails_at is not None:
+        callbacks.append(OnExceptionCheckpoint(folder, "exception"))
+    how = QUIET | {"enable_checkpointing": fails_at is not None, "num_sanity_val_steps": 0} | limit | how
+    trainer = L.Trainer(devices=math.prod(layout.values()), strategy=strategy, callbacks=callbacks, **how)
+    module = Notes(fails_at, bool(foresees))
+    place = strategy.distributed_sampler_kwargs
+    replicas = place["num_replicas"]
+    data = LOADERS[loader]((batch or BATCH) // replicas, replicas, place["rank"])
+    with suppress(MidStepError):
+        trainer.fit(module, data, plain(2, 1, 0) if validate else None, ckpt_path=folder / resume if resume else None)
+    if after:
+        trainer.save_checkpoint(folder / after)
+    return module.steps
+
+
+def _fits(layout: dict[str, int], folder: Path, fits: list[tuple[str, dict[str, int], dict[str, Any]]]) -> list[list[Step]]:
+    return [_fit(loader, layout, limit, folder / loader, **how) for loader, limit, how in fits]
+
+
+def _world(layout: dict[str, int], folder: Path, fits: list[tuple[str, dict[str, int], dict[str, Any]]]) -> list[list[list[Step]]]:
+    """Of each fit, in turn in one world: what each rank saw."""
+    return [list(ranks) for ranks in zip(*run_world(_fits, math.prod(layout.values()), layout, folder, fits, timeout=120), strict=True)]
+
+
+def _together(ranks: list[list[Step]]) -> list[list[int]]:
+    """The samples of each batch of all replicas."""
+    return [sorted(sample for step in steps for sample in step[0]) for steps in zip(*ranks, strict=True)]
+
+
+MOMENTS = {"within": ("batch", 2), "last": ("batch", EPOCH), "end": ("epoch", EPOCH), "second": ("batch", EPOCH + 1)}
+"""When the straight run saves: name, hook, batches before."""
+LIMITS = {"steps": {"max_steps": 3 * EPOCH - 1}, "epochs": {"max_epochs": 3}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "limit"),
+    [
+        pytest.param({"dp": 2}, "steps", id="dp2 steps"),
+        pytest.param({"dp": 2}, "epochs", id="dp2 epochs", marks=pytest.mark.slow),
+        pytest.param({"dp": 1}, "steps", id="one rank steps", marks=pytest.mark.slow),
+        pytest.param({"dp": 1}, "epochs", id="one rank epochs", marks=pytest.mark.slow),
+    ],
+)
+def test_K10_K11_any_dataloader_goes_on_with_the_next_sample_and_random_number(layout: dict[str, int], limit: str, tmp_path: Path) -> None:
+    """Bit for bit in the same layout: samples, random numbers, epochs, batches, steps, wherever the run was saved."""
+    names = [name for name in LOADERS if name != "with_workers"] if layout["dp"] > 1 else ["shuffled", "own_sampler", "with_workers"]
+    straight = _world(layout, tmp_path, [(name, LIMITS[limit], {"moments": MOMENTS}) for name in names])
+    cases = [(name, moment) for name in names for moment in MOMENTS]
+    resumed = _world(layout, tmp_path, [(name, LIMITS[limit], {"resume": moment}) for name, moment in cases])
+    for (name, moment), ranks in zip(cases, resumed, strict=True):
+        for mine, whole in zip(ranks, straight[names.index(name)], strict=True):
+            assert len(whole) == 3 * EPOCH - (limit == "steps"), name
+            assert mine == whole[MOMENTS[moment][1] :], (name, moment)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param({"dp": 1}, id="one rank"),
+        pytest.param({"tp": 2}, id="tp2", marks=pytest.mark.slow),
+        pytest.param({"dp": 4}, id="dp4", marks=pytest.mark.slow),
+    ],
+)
+def test_K10_another_dp_goes_on_with_the_next_sample(target: dict[str, int], tmp_path: Path) -> None:
+    """Batches of all replicas are as large as before, so they are those of the straight run."""
+    names = ["shuffled", "shuffled_apart", "own_sampler", "plain", *["two"] * (target.get("dp") != 4)]
+    straight = _world({"dp": 2}, tmp_path, [(name, LIMITS["epochs"], {"moments": MOMENTS}) for name in names])
+    cases = [(name, moment) for name in names for moment in ("within", "second")]
+    resumed = _world(target, tmp_path, [(name, LIMITS["epochs"], {"resume": moment}) for name, moment in cases])
+    for (name, moment), ranks in zip(cases, resumed, strict=True):
+        whole, done = straight[names.index(name)], MOMENTS[moment][1]
+        mine = _together(ranks[: target.get("dp", 1)])
+        rest = EPOCH - done % EPOCH  # of the epoch at hand: the next draws from generators that went on otherwise
+        if target.get("dp") == 4:  # 14 samples do not divide by 4: the first two come again at the end of an epoch
+            mine, whole = [batch[:BATCH] for batch in mine[: rest - 1]], [steps[: done + rest - 1] for steps in whole]
+            assert mine == _together(whole)[done:], (name, moment)
+        else:
+            assert mine[:rest] == _together(whole)[done : done + rest], (name, moment)
+            assert len(mine) == 3 * EPOCH - done
+            assert [step[2:4] for step in ranks[0]] == [step[2:4] for step in whole[0][done:]]
+
+
+@pytest.mark.slow
+def test_K10_another_batch_size_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+    """After 8 of 14 samples: 6 are left, whatever they are cut into."""
+    straight = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["epochs"], {"moments": MOMENTS})])[0]
+    given = sorted(sample for batch in _together(straight)[:2] for sample in batch)
+    for layout, batch, sizes in (({"dp": 1}, 2, [2, 2, 2]), ({"dp": 2}, 6, [6]), ({"dp": 1}, 3, [3, 3])):
+        ranks = _world(layout, tmp_path, [("shuffled", LIMITS["epochs"], {"resume": "within", "batch": batch})])[0]
+        epoch = [samples for samples, step in zip(_together(ranks), ranks[0], strict=True) if step[2] == 0]
+        assert [len(samples) for samples in epoch] == sizes
+        assert sorted(given + [sample for samples in epoch for sample in samples]) == [*range(ROWS)]
+        second = [samples for samples, step in zip(_together(ranks), ranks[0], strict=True) if step[2] == 1]
+        assert sorted(sample for samples in second for sample in samples) == [*range(ROWS)]
+
+
+def test_K10_K11_between_two_optimizer_steps_the_run_goes_back_to_the_earlier(tmp_path: Path) -> None:
+    """Gradients that wait for the next step are in no checkpoint, so their samples come again, with the same random numbers."""
+    moments = {"first": ("batch", 1), "third": ("batch", 3), "fifth": ("batch", 5), "sixth": ("batch", 6)}
+    back = {"first": 0, "third": 2, "fifth": 4, "sixth": 6}
+    how = {"accumulate_grad_batches": 2}
+    (straight,) = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["epochs"], {"moments": moments} | how)])
+    resumed = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["epochs"], {"resume": name} | how) for name in moments])
+    for name, ranks in zip(moments, resumed, strict=True):
+        assert ranks == [steps[back[name] :] for steps in straight], name
+
+
+@pytest.mark.slow
+def test_K10_K11_a_run_that_failed_within_a_step_takes_that_step_again(tmp_path: Path) -> None:
+    for accumulate, back in ((1, 6), (2, 6), (3, 4)):
+        how, folder = {"accumulate_grad_batches": accumulate}, tmp_path / f"{accumulate}"
+        straight, failed = _world({"dp": 2}, folder, [("shuffled", LIMITS["epochs"], how | {"fails_at": at}) for at in (None, 6)])
+        assert failed == [steps[:7] for steps in straight]
+        (resumed,) = _world({"dp": 2}, folder, [("shuffled", LIMITS["epochs"], how | {"resume": "exception.ckpt"})])
+        assert resumed == [steps[back:] for steps in straight]
+
+
+@pytest.mark.parametrize("stop", [2, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (EPOCH, EPOCH + 1))])
+def test_K10_a_fit_that_ended_by_max_steps_goes_on_in_its_epoch(stop: int, tmp_path: Path) -> None:
+    """Saved after the fit, when Lightning has counted the epoch as over."""
+    fits = [("shuffled", LIMITS["steps"], {}), ("shuffled", {"max_steps": stop}, {"after": "stopped", "moments": {"end": ("epoch", stop)}})]
+    straight, first = _world({"dp": 2}, tmp_path, fits)
+    assert first == [steps[:stop] for steps in straight]
+    resumed = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["steps"], {"resume": name}) for name in ("stopped", "end")])
+    assert resumed == [[steps[stop:] for steps in straight]] * 2
+
+
+@pytest.mark.parametrize("limit", ["steps", pytest.param("epochs", marks=pytest.mark.slow)])
+def test_K10_a_run_may_be_resumed_again_and_again(limit: str, tmp_path: Path) -> None:
+    """After 2, 4, 6, 8 and 10 batches, two of them the ends of epochs."""
+    (straight,) = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS[limit], {"moments": {"2": ("batch", 2)}})])
+    names = ["2", "4", "6", "8", "10"]
+    fits = [("shuffled", LIMITS[limit], {"resume": one, "moments": {next_: ("batch", 2)}}) for one, next_ in pairwise(names)]
+    *_, last = _world({"dp": 2}, tmp_path, [*fits, ("shuffled", LIMITS[limit], {"resume": "10"})])
+    assert last == [steps[10:] for steps in straight]
+
+
+@pytest.mark.parametrize("limit", ["steps", pytest.param("epochs", marks=pytest.mark.slow)])
+def test_K10_K11_validation_in_between_changes_nothing(limit: str, tmp_path: Path) -> None:
+    moments = {"within": ("batch", 1), "validated": ("validation", 2), "last": ("validation", EPOCH), "end": ("epoch", EPOCH)}
+    how = {"validate": True, "val_check_interval": 2}
+    (straight,) = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS[limit], how | {"moments": moments})])
+    resumed = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS[limit], how | {"resume": name}) for name in moments])
+    for (name, (_, done)), ranks in zip(moments.items(), resumed, strict=True):
+        assert ranks == [steps[done:] for steps in straight], name
+
+
+@pytest.mark.slow
+def test_K10_a_schedule_that_asks_for_the_number_of_steps_does_not_lose_the_place(tmp_path: Path) -> None:
+    how, names = {"foresees": True}, ["shuffled", "two", "stateful_stream"]
+    straight = _world({"dp": 2}, tmp_path, [(name, LIMITS["steps"], how | {"moments": MOMENTS}) for name in names])
+    resumed = _world({"dp": 2}, tmp_path, [(name, LIMITS["steps"], how | {"resume": "within"}) for name in names])
+    assert resumed == [[steps[2:] for steps in ranks] for ranks in straight]
+
+
+def _refused(loader: str, folder: Path, how: dict[str, Any]) -> str:
+    with pytest.raises(CheckpointError) as error:
+        _fit(loader, {"dp": 1}, LIMITS["epochs"], folder / loader, **how)
+    return str(error.value)
+
+
+def test_K10_what_cannot_go_on_with_another_dp_is_refused_by_name(tmp_path: Path) -> None:
+    names = {"own_batches": "Growing", "own_division": "BatchSampler", "stream": "DataLoader", "stateful_stream": "Stateful"}
+    _world({"dp": 2}, tmp_path, [(name, LIMITS["epochs"], {"moments": MOMENTS}) for name in [*names, "shuffled"]])
+    for name, told in names.items():
+        message = run_world(_refused, 1, name, tmp_path, {"resume": "within"})[0]
+        assert "in the middle of an epoch with dp=2, and with dp=1 it cannot be told which samples come next" in message
+        assert told in message
+    how = {"resume": "second", "accumulate_grad_batches": 2, "batch": 2}
+    message = run_world(_refused, 1, "shuffled", tmp_path, how | {"batch": 4})[0]
+    assert "no multiple of accumulate_grad_batches=2" in message
+    ended = _world({"dp": 1}, tmp_path, [(name, LIMITS["epochs"], {"resume": "end"}) for name in names])
+    assert [len(ranks[0]) for ranks in ended] == [2 * EPOCH] * 4, "from the end of an epoch any of them may"
+
+
+def test_K10_training_data_that_changed_since_are_told(tmp_path: Path) -> None:
+    """Not a word of the right samples then; a run without division by us is left alone."""
+    how = {"use_distributed_sampler": False}
+    straight = _world({"dp": 2}, tmp_path, [("shuffled_apart", LIMITS["epochs"], how | {"moments": MOMENTS})])[0]
+    assert straight[0] == straight[1], "each replica has them all"
+    with pytest.raises(Exception, match="cannot be told which samples come next of DataLoader"):
+        _world({"dp": 1}, tmp_path, [("shuffled_apart", LIMITS["epochs"], how | {"resume": "within"})])
+
+
+def test_a_state_at_the_end_of_an_epoch_is_followed_by_the_next() -> None:
+    over = stateful_stream(2, 1, 0)
+    over.load_state_dict({"given": ROWS // 2})
+    loader = NextEpoch(over)
+    assert [len([*loader]) for _ in range(3)] == [ROWS // 2] * 3
+
+
+def test_a_state_is_that_before_the_batch_that_lightning_draws_ahead() -> None:
+    loader = StateOfGiven(stateful_stream(2, 1, 0))
+    assert loader.state_dict() == {"given": 0}
+    batches = iter(loader)
+    states = [(next(batches), loader.state_dict()["given"])[1] for _ in range(7)]
+    assert states == [*range(7)]
+    assert loader.batch_size == 2
