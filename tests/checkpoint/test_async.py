@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,29 @@ def test_K12_a_failure_surfaces_on_every_rank_with_rank_path_and_cause(saves: in
         assert "rank 1: OSError: [Errno 28] No space left on device" in message
         assert step == surfaces
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def _hang_while_writing(folder: Path) -> tuple[str, bool]:
+    """Rank 1 does not write until rank 0 has given up, or a minute has passed."""
+    given_up = folder / "given up"
+
+    def hang(_: Path) -> None:
+        deadline = time.monotonic() + 60
+        while torch.distributed.get_rank() == 1 and not given_up.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    with _writing(hang), pytest.raises(CheckpointError) as error:
+        _run(ZERO1 | {"timeout": timedelta(seconds=3)}, [SaveAt(folder / "saved", 1)], 2)
+    if torch.distributed.get_rank() == 0:
+        given_up.touch()
+    return str(error.value), given_up.exists()
+
+
+def test_a_rank_that_hangs_while_it_writes_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    for message, given_up in run_world(_hang_while_writing, 2, tmp_path):
+        assert f"checkpoint {tmp_path / 'saved'} is not saved: another rank is gone" in message
+        assert given_up
+    assert not is_native(tmp_path / "saved")
 
 
 def _save_on_rank_0_only(folder: Path) -> None:

@@ -36,6 +36,15 @@ def test_the_batch_must_split_over_the_replicas_and_give_every_micro_batch_a_sam
     assert check_layout(config({"pp": 2, "microbatches": 8}, devices=4)).dp == 2
 
 
+def test_async_save_is_true_or_false_and_for_our_own_strategy_only():
+    assert check_layout(config({"async_save": True})).dp == 1
+    with pytest.raises(LayoutError, match=r"parallel\.async_save=maybe: give true or false"):
+        check_layout(config({"async_save": "maybe"}))
+    check_strategy(OmegaConf.create({"parallel": {"dp": "auto", "async_save": False}, "trainer": {"strategy": "ddp"}}))
+    with pytest.raises(LayoutError, match=r"trainer\.strategy=ddp replaces the whole group parallel, but parallel\.async_save=True is set"):
+        check_strategy(OmegaConf.create({"parallel": {"dp": "auto", "async_save": True}, "trainer": {"strategy": "ddp"}}))
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
