@@ -106,7 +106,9 @@ class _Noted(ModelCheckpoint):
     def _save_last_checkpoint(self, trainer: L.Trainer, monitor_candidates: Any) -> None:
         super()._save_last_checkpoint(trainer, monitor_candidates)
         if trainer.is_global_zero:
-            Path(f"{self.dirpath}.returned").write_text(f"{trainer.global_step}")
+            note = Path(f"{self.dirpath}.returned.new")
+            note.write_text(f"{trainer.global_step}")
+            note.rename(f"{self.dirpath}.returned")  # the other thread may end the process at any moment
 
 
 @pytest.fixture(scope="module")
