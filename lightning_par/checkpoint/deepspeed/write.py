@@ -265,7 +265,7 @@ def _shard_3(
 ) -> dict[str, Any]:
     """An optimizer file of stage 3 (stage3.py, ``_rigid_state_dict``)."""
     owner = {part: group for group, mine in enumerate(owners) for part in mine}
-    state = {part: trained.common[owner[part]] | {key: parts[key][part] for key in trained.moments} for part in range(len(flat.groups))}
+    state = {part: _apart(trained.common[owner[part]]) | {key: parts[key][part] for key in trained.moments} for part in owner}
     return {
         "zero_stage": 3,
         **loss_scale(trained.source, target, always=True),
@@ -273,6 +273,11 @@ def _shard_3(
         "optimizer_state_dict": _base(trained, owners, state),
         "fp32_flat_groups": parts[""],
     }
+
+
+def _apart(common: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy for one sub-group: what several have together would be counted up by each of them."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in common.items()}
 
 
 def _base(trained: Trained, owners: list[list[int]], state: Mapping[int, dict[str, Any]]) -> dict[str, Any]:

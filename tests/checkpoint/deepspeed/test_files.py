@@ -60,6 +60,17 @@ def test_K4_nothing_is_lost_at_any_stage_and_number_of_ranks(stage: int, ranks: 
     assert_same(open_deepspeed(tmp_path / "out" / "global_step4"), source)
 
 
+def test_sub_groups_count_their_steps_apart(tmp_path: Path) -> None:
+    write_deepspeed(synthetic(), tmp_path / "out", Target(3, 2, sub_group_size=20))
+    file = tmp_path / "out/global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    state = load(file, names.STUBS)["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+    steps = [told["step"] for told in state.values()]
+    assert list(state) == [0, 1, 2]
+    for step in steps:
+        step += 1
+    assert [step.item() for step in steps] == [5.0] * 3
+
+
 def test_nothing_is_lost_in_a_universal_checkpoint(tmp_path: Path) -> None:
     source = synthetic()
     write_universal(source, tmp_path / "out", Target())
