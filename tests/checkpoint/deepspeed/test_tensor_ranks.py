@@ -202,8 +202,11 @@ def _train(root: Path, cases: list[tuple[int, str]]) -> list[Outcome]:
     outcomes = []
     for stage, dtype in cases:
         module = pipes.Net()
-        shard_module(module, tp)
-        settings = config(stage, dtype, gradient_clipping=0.0)
+        specs = shard_module(module, tp).specs
+        for name, param in module.named_parameters():
+            param.model_parallel = not specs[name].is_whole  # as Megatron tells DeepSpeed what counts for a norm on every rank
+        whole = {"sub_group_size": 10**9}  # DeepSpeed waits for ever where tensor ranks have another number of sub-groups
+        settings = config(stage, dtype, gradient_clipping=0.0, zero_optimization=whole)
         engine, *_ = deepspeed.initialize(model=module, optimizer=pipes.optimizer(module), config=settings, mpu=grid)
         outcome = Outcome()
         for step in range(SAVED + MORE):
