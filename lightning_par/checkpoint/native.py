@@ -23,6 +23,7 @@ Nothing in the folder depends on the layout: tensors are named and shaped as in 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -38,9 +39,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from typing_extensions import override
 
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import held, is_held, sync_folder, write_through
@@ -248,13 +251,56 @@ def _replaced(folder: Path) -> Path:
 
 def _write(partial: Path, tensors: Mapping[str, Shard], rank: int) -> Part:
     """Write this rank's files."""
-    planner, writer = SavePlanner(), dcp.FileSystemWriter(partial)
+    planner, writer, files = SavePlanner(), dcp.FileSystemWriter(partial), _SummingFiles()
+    writer.fs = files
     planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
     writer.set_up_storage_writer(rank == 0)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plan = planner.finish_plan(writer.prepare_global_plan([plan] * (rank + 1))[rank])  # its files are called after its place
     results = writer.write_data(plan, planner).wait()
-    return Part(plan, results, {file.name: _sum(file) for file in partial.glob(f"__{rank}_*")})
+    return Part(plan, results, files.sums)
+
+
+class _SummingFiles(FileSystem):
+    """Knows the sums of files by what was to be written, whatever the disk makes of it."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    @contextmanager
+    @override
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            summing = _SummingStream(stream)
+            yield summing
+            self.sums[Path(path).name] = summing.size, summing.crc
+
+
+class _SummingStream(io.IOBase):
+    def __init__(self, stream: io.IOBase) -> None:
+        self._stream, self.size, self.crc = stream, 0, 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.size, self.crc = self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc)
+        return self._stream.write(data)
+
+    @override
+    def tell(self) -> int:
+        return self.size
+
+    @override
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @override
+    def flush(self) -> None:
+        if not self._stream.closed:
+            self._stream.flush()
+
+    @override
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
 
 
 def _write_index(partial: Path, parts: Sequence[Part]) -> None:
