@@ -73,7 +73,8 @@ class DataPlace:
         self._resumed: _Resumed | None = None
         self._restored: dict[str, Tensor] | None = None  # generators, before iterators were made
         self._window: tuple[int, dict[str, Tensor]] = (-1, {})  # the first batch of the accumulation at hand, and the generators then
-        self._loaders: CombinedLoader | None = None
+        self._loaders: CombinedLoader | None = None  # those that were begun with
+        self._untouched: dict[str, Any] | None = None  # what the checkpoint told, until then
         self._epoch = 0
 
     # --- while training
@@ -192,6 +193,8 @@ class DataPlace:
         """Inside the block Lightning's ``checkpoint`` tells the place, and random generators are those that belong to it."""
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops is None or self._loaders is None or not seams.takes_batches(trainer):
+            if self._untouched is not None and self._loaders is None:
+                checkpoint[DATA] = self._untouched
             yield
             return
         dataloaders = self._loaders.flattened
@@ -217,6 +220,7 @@ class DataPlace:
             CheckpointError: dataloaders' states are those of another number of replicas.
         """
         loops = checkpoint["loops"]["fit_loop"]
+        self._loaders, self._untouched = None, checkpoint.get(DATA)
         by_steps = trainer.max_steps != -1
         if by_steps and checkpoint.get("global_step", 0) >= trainer.max_steps:
             return nullcontext()  # nothing is left to train

@@ -240,9 +240,9 @@ def generators() -> dict[str, Tensor]:
     version, words, gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
-        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy": torch.from_numpy(np.concatenate((keys, (position, has_gauss))).astype(np.int64)),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python": torch.from_numpy(np.array((version, *words), dtype=np.int64)),
         "python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
     }
     if torch.cuda.is_available():

@@ -38,6 +38,21 @@ def test_k10_any_number_of_replicas_sees_the_same_global_batches(text, replicas)
         assert torch.equal(together, expected)
 
 
+@pytest.mark.parametrize("back", [0, 1])
+def test_k10_a_state_means_the_same_for_any_number_of_replicas(text, back):
+    """Also of a batch ago, whose gradient was not in the weights yet."""
+    whole = batches(data_module(text).train_dataloader(), 5)
+    half = data_module(text, 2, 0).train_dataloader()
+    batches(half, 3)
+    state = half.state_before(back)
+    assert half.state_is_global
+    parts = [data_module(text, 3, rank).train_dataloader() for rank in range(3)]
+    for part in parts:
+        part.load_state_dict(state)
+    together = torch.stack([batches(part, 1)[0] for part in parts], dim=1).flatten(0, 1)
+    assert torch.equal(together, whole[3 - back])
+
+
 def test_a_sample_is_a_window_of_the_text_and_its_own_label(text):
     (batch,) = islice(data_module(text).train_dataloader(), 1)
     assert batch["input_ids"].dtype == torch.int64

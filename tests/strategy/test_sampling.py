@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_par import HybridParallelStrategy
 from tests.harness import run_world
@@ -67,6 +67,11 @@ def own_batches(size: int) -> DataLoader:
     return DataLoader(Numbers(), batch_sampler=Pairs(SequentialSampler(Numbers()), size, drop_last=False))
 
 
+def own_batches_shuffled(size: int) -> DataLoader:
+    order = RandomSampler(Numbers(), generator=torch.Generator().manual_seed(1))
+    return DataLoader(Numbers(), batch_sampler=Pairs(order, size, drop_last=False))
+
+
 def _fit(loader: Any, size: int, strategy: Any, devices: int, module: Any = Seen, **options: Any) -> dict[str, list[list[int]]]:
     L.seed_everything(3, verbose=False)
     module = module()
@@ -80,7 +85,7 @@ def _fit_rank(loader: Any, size: int, layout: dict[str, int], devices: int, opti
     return _fit(loader, size, HybridParallelStrategy(**layout), devices, **options)
 
 
-@pytest.mark.parametrize("loader", [plain, shuffled, own_batches])
+@pytest.mark.parametrize("loader", [plain, shuffled, own_batches, own_batches_shuffled])
 @pytest.mark.parametrize(
     "layout",
     [
