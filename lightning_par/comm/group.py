@@ -35,10 +35,16 @@ class Work(Protocol):
 
     def wait(self) -> object: ...
 
+    def is_done(self) -> bool:
+        """Whether the result is there already."""
+
 
 class _Done:
     def wait(self) -> None:
         """Nothing was sent."""
+
+    def is_done(self) -> bool:
+        return True
 
 
 DONE: Work = _Done()
@@ -57,6 +63,9 @@ class _Works:
         then, self._then = self._then, None
         if then is not None:
             then()
+
+    def is_done(self) -> bool:
+        return all(_is_done(work) for work in self._works)
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class Group:
         if self._is_gloo:
             received = torch.empty_like(whole)
             work = dist.all_to_all_single(received, whole, group=self.handle, async_op=True)
-            return _started(_followed(work, lambda: _add(received.view(self.size, -1), out), whole), async_op)
+            return _started(_Works([_followed(work, lambda: _add(received.view(self.size, -1), out), whole)]), async_op)
         return _started(_Works([dist.reduce_scatter_tensor(out, whole, group=self.handle, async_op=True)]), async_op)
 
     def all_gather(self, whole: Tensor, mine: Tensor, *, async_op: bool = False) -> Work:
@@ -170,6 +179,13 @@ def _add(parts: Tensor, out: Tensor) -> None:
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)
+
+
+def _is_done(work: Any) -> bool:
+    """Of any of the three kinds of things that torch and we have for it."""
+    if isinstance(work, torch._C.Future):
+        return work.done()
+    return work.is_done() if isinstance(work, _Works) else work.is_completed()
 
 
 def _followed(work: Any, then: Callable[[], object], tensor: Tensor) -> Any:

@@ -15,6 +15,6 @@ def overflowed(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     None may be empty. Reads each once, waits for nobody.
     """
     if not grads:
-        return torch.zeros(0, device=device)
+        return torch.zeros(0, dtype=torch.float32, device=device)
     greatest = torch.stack([norm.float() for norm in torch._foreach_norm(list(grads), math.inf)])
     return (~greatest.isfinite()).float()

@@ -245,6 +245,7 @@ class HybridParallelStrategy(ParallelStrategy):
             if isinstance(self._saver, Background):
                 self._until_teardown.enter_context(foreseen(trainer, self._saver))
         self.setup_precision_plugin()
+        seams.pass_on_zero_grad(self)
 
     def _rehearsal(self, trainer: pl.Trainer, module: pl.LightningModule) -> Rehearsal:
         plugin = self.precision_plugin

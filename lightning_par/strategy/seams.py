@@ -319,3 +319,9 @@ def completed(checkpoint: dict[str, Any], trainer: pl.Trainer) -> dict[str, Any]
         progress["total"] = {"ready": steps, "completed": steps}
         checkpoint["loops"] = {"fit_loop": loop}
     return checkpoint
+
+
+def pass_on_zero_grad(strategy: pl.strategies.Strategy) -> None:
+    """What modules get from ``self.optimizers()`` inherits the ``zero_grad`` of the optimizer's class; it takes the optimizer's own."""
+    for wrapper in strategy._lightning_optimizers:
+        wrapper.zero_grad = wrapper.optimizer.zero_grad

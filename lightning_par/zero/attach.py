@@ -1,10 +1,11 @@
-"""What an optimizer must be, and what becomes of it, when a rank gives it shards in place of parameters."""
+"""What parameters and an optimizer must be, and what becomes of it, when a rank gives it shards in place of parameters."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,6 +13,7 @@ from lightning_par.layout import ShardSpec
 from lightning_par.zero.bucket import ReduceGroups
 from lightning_par.zero.elementwise import is_elementwise, needs_whole_model
 from lightning_par.zero.options import STAGES
+from lightning_par.zero.plan import ParameterInfo
 
 
 def require_fitting(optimizer: Optimizer, stage: int, groups: ReduceGroups, *, cut_by_tp: Sequence[str], cut_into_spans: bool) -> None:
@@ -55,6 +57,27 @@ def refuse_new_groups(optimizer: Optimizer, groups: int) -> None:
             "gradients are laid out when training starts: give configure_optimizers all groups from the start (with lr=0, or frozen until "
             "a second fit)"
         )
+
+
+def refuse_common_memory(infos: Sequence[ParameterInfo]) -> None:
+    """Refuse parameters that are one memory under two objects: moved into a bucket they would be two."""
+    seen: dict[int, str] = {}
+    for info in infos:
+        with torch._C.DisableTorchFunctionSubclass():
+            address = info.param.data_ptr() if info.param.numel() else 0
+        if address and seen.setdefault(address, info.name) != info.name:
+            raise ValueError(
+                f"{seen[address]} and {info.name} are two parameters over one memory, which sharding would part: tie them by assigning the "
+                "parameter itself, module.b.weight = module.a.weight, or use zero=0"
+            )
+
+
+def refuse_sparse(module: nn.Module, infos: Sequence[ParameterInfo]) -> None:
+    """Refuse layers whose gradients are sparse, for which buckets have no place."""
+    trained = {info.param for info in infos if info.param.requires_grad}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight in trained:
+            raise ValueError(f"{name or type(layer).__name__} has sparse=True, but gradients are averaged as dense ones: use sparse=False")
 
 
 def cut_state(optimizer: Optimizer, shards: Mapping[nn.Parameter, Sequence[nn.Parameter]], specs: Mapping[nn.Parameter, ShardSpec]) -> None:

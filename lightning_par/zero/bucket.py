@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -92,10 +93,11 @@ class Bucket:
         self.params = [slot.info.param for slot in plan.slots]
         self.half, self.is_half = half, plan.kind.dtype in HALF
         self.grad_dtype = torch.float32 if self.is_half else plan.kind.dtype  # in which gradients add up
-        self.reduce_dtype = reduce_dtype or self.grad_dtype
+        self.reduce_dtype = self.grad_dtype if reduce_dtype is None or self.grad_dtype.is_complex else reduce_dtype
         self._divide_by(1.0)
         self.state = State.IDLE
         self.arrived: set[int] = set()  # of which parameters gradients came in the pass that is to be reduced
+        self._pass = -1  # which pass that is, as autograd numbers them
         # Of which parameters gradients are here and no longer in ``param.grad``:
         self.taken: set[int] = set()  # those of that pass, with what came before, scaled
         self.widened: set[int] = set()  # those of passes before it, not yet scaled, where ``param.grad`` cannot be a view
@@ -106,6 +108,7 @@ class Bucket:
         self._travelling: Tensor | None = None
         self._reduced: Tensor | None = None
         self._work: Work = DONE
+        self._left: list[Group] = []  # over which ``_travelling`` is summed after that
         self._gathering: Work = DONE
         self._pins = 0
         if plan.kind.trained:
@@ -131,10 +134,20 @@ class Bucket:
 
         ``last``: it is to be reduced after this backward pass. Until then ``grad`` is a view of the bucket, for autograd to add to.
         """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) leaves gradients with a graph of their own, which buckets cannot keep: get the gradients that "
+                "the loss depends on from torch.autograd.grad(..., create_graph=True)"
+            )
         if self.state is not State.COLLECTING:
-            self._refuse_second(index)
+            if self.state is not State.IDLE:
+                self._refuse_second(index)
             self.begin()
         if last:
+            if not self.arrived:
+                self._pass = torch._C._current_graph_task_id()
+            elif index in self.arrived and self._pass != torch._C._current_graph_task_id():
+                self._refuse_second(index)
             self.arrived.add(index)
             if index in self._small:
                 return  # they are taken in together
@@ -151,13 +164,16 @@ class Bucket:
             view.copy_(grad)
             param.grad = view
 
-    def _refuse_second(self, index: int) -> None:
-        if self.state in (State.REDUCING, State.REDUCED):
-            raise RuntimeError(
-                f"{self.plan.slots[index].info.name} got a second gradient after its first was sent. In one backward pass reentrant "
-                "activation checkpointing does this: use torch.utils.checkpoint with use_reentrant=False. In manual optimization call "
-                "self.manual_backward(loss) in place of loss.backward(), in a loop without Lightning finish() after every backward"
-            )
+    def name_of(self, index: int) -> str:
+        return self.plan.slots[index].info.name
+
+    def _refuse_second(self, index: int) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name_of(index)} got a second gradient before its first was reduced. In one backward pass reentrant "
+            "activation checkpointing does this: use torch.utils.checkpoint with use_reentrant=False. In manual optimization call "
+            "self.manual_backward(loss) in place of loss.backward(), in a loop without Lightning finish() after every backward. A "
+            "backward pass that an exception ended cannot be made up for by another"
+        )
 
     def _take_small(self) -> None:
         """Take in small gradients that came, all of them in two calls."""
@@ -203,9 +219,12 @@ class Bucket:
                 view.mul_(loss_scale / self.loss_scale)
         self._divide_by(loss_scale)
 
-    def forget(self, param: nn.Parameter) -> None:
-        """What came of its gradient in passes before the last never came."""
-        self.widened -= {index for index, held in enumerate(self.params) if held is param}
+    def forget(self, params: Collection[nn.Parameter]) -> None:
+        """What came of their gradients, and is not yet sent, never came."""
+        if self.state is State.COLLECTING:
+            gone = {index for index, param in enumerate(self.params) if param in params}
+            for known in (self.arrived, self.taken, self.widened):
+                known -= gone
 
     def launch(self) -> None:
         """Start the sum over the data ranks, which makes a mean over replicas. Parameters without a gradient here add zero."""
@@ -231,17 +250,42 @@ class Bucket:
         else:
             self._travelling = whole
             self._work = self.groups.shard.all_reduce(self._travelling, async_op=True)
+        self._left = [self.groups.replicate]
         self.state = State.REDUCING
 
+    @property
+    def frees(self) -> bool:
+        """Memory comes free when the sum is there."""
+        return self.stage.frees_gradients or self.reduce_dtype != self.grad_dtype
+
+    def settle(self, patience: float | None = None) -> bool:
+        """Go on with the sum over the data ranks; once it is there, give whole gradients back if the stage does.
+
+        Args:
+            patience: how many seconds to wait for other ranks at each turn; None: until they come.
+
+        Returns:
+            Whether the sum is there.
+        """
+        while self.state is State.REDUCING:
+            if patience is not None and not _done_within(self._work, patience):
+                return False
+            self._work.wait()
+            self._work = DONE
+            if not self._left:
+                if self.stage.frees_gradients:
+                    self._grads.untyped_storage().resize_(0)
+                return True
+            self._work = self._left.pop().all_reduce(self._travelling, async_op=True)
+        return True
+
     def collect(self) -> None:
-        """Wait for the sum over the sharding ranks, add the other axes', and give whole gradients back if the stage does."""
+        """Wait for the sum over the data ranks, and add what other axes have of it."""
         if self.state is not State.REDUCING:
             return
+        self.settle()
         assert self._reduced is not None
         assert self._travelling is not None
-        self._work.wait()
-        self._work = DONE
-        self.groups.replicate.all_reduce(self._travelling)
         if self.plan.kind.partial:
             self.groups.tp.all_reduce(self._travelling)
         if self._travelling.dtype != self._reduced.dtype:
@@ -249,8 +293,6 @@ class Bucket:
         if self._late != 1.0:
             self._reduced.mul_(self._late)
         self._travelling = None
-        if self.stage.frees_gradients:
-            self._grads.untyped_storage().resize_(0)
         if not self.plan.kind.stages:
             self._merge(self._reduced)
         self.state = State.REDUCED
@@ -258,6 +300,11 @@ class Bucket:
     def used_anywhere(self) -> list[bool]:
         """For each slot: some data rank used it. Of a collected bucket whose gradients were summed whole."""
         return self.used if all(self.used) else self._flags.bool().tolist()
+
+    @property
+    def uses(self) -> Tensor:
+        """The same, as the number of data ranks that did."""
+        return self._flags
 
     def publish(self, used: list[bool]) -> None:
         """Hand the result out: at stage 0 to the parameters, else to the optimizer's shards.
@@ -378,7 +425,8 @@ class Bucket:
         """Move the parameters' values into flat memory, make the parameters views of it, and cut out what this rank updates."""
         self.optimizer_of: dict[nn.Parameter, Optimizer] = {}
         self.values = torch.zeros(self.plan.size, dtype=self.plan.kind.dtype, device=self.device)
-        for param, view in zip(self.params, self._split(self.values), strict=True):
+        self._value_views = self._split(self.values)
+        for param, view in zip(self.params, self._value_views, strict=True):
             view.copy_(param.detach())
             param.data = view
             param.zero = self
@@ -468,8 +516,18 @@ class Bucket:
 
     def before_step(self) -> None:
         """An optimizer is about to update this rank's shards."""
+        if not self.stage.frees_values:
+            self._take_back_values()
         if self.master is not None:
             self.master.before_step()
+
+    def _take_back_values(self) -> None:
+        """Somebody gave parameters other memory (``param.data = ...``): its values are the bucket's from now on."""
+        for param, view in zip(self.params, self._value_views, strict=True):
+            if param.data_ptr() != view.data_ptr() and view.numel():
+                self.wait()
+                view.copy_(param.detach())
+                param.data = view
 
     def loaded(self) -> None:
         """What this rank keeps of its span was read from a checkpoint. All sharding ranks call."""
@@ -539,3 +597,12 @@ class Bucket:
             "Elsewhere read or edit it inside `with lightning_par.full_parameters(module):`, on every rank; or keep its module whole with "
             "ZeroOptions(ignored=...)"
         )
+
+
+def _done_within(work: Work, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not work.is_done():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(1e-4)
+    return True

@@ -4,7 +4,8 @@ Note [The life of a gradient]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Autograd leaves a gradient in ``param.grad``; a hook moves it into its bucket and makes ``param.grad`` a view of that. Within
 ``no_sync`` that is all (stages 0 and 1): later backwards add in place. Otherwise a bucket's sum over the data ranks starts as soon as it
-is complete *and all buckets before it have started*, so every rank sends the same buckets in the same order, whatever it used.
+is complete *and all buckets before it have started*, so every rank sends the same buckets in the same order, whatever it used. (Buckets
+that some rank could not complete in the last pass come last in the next, so that no others wait for ``finish`` behind them.)
 ``finish``, after the backward pass, starts what is left (unused parameters count as zero), waits, and publishes the mean over replicas:
 
 =====  =====================================  =================================  ==========================================
@@ -18,6 +19,9 @@ stage  whole gradients                        the result is published in        
 3      same, a unit is a bucket               same                               gathered for each use, then freed
 =====  =====================================  =================================  ==========================================
 
+From stage 2 on whole gradients take memory until they are reduced, so a rank that is ahead waits, in its backward pass, for its oldest
+reduction; but not for long, since the others may be unable to start theirs before ``finish``, and need this rank to get there.
+
 A parameter has a gradient if it was used on any data rank, else none (as with DDP), so ranks never disagree.
 """
 
@@ -30,13 +34,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_par.comm import DONE, Group, Later, Work
 from lightning_par.layout import ShardSpec, Span
 from lightning_par.numerics import GradientShard
-from lightning_par.zero.attach import cut_state, refuse_new_groups, require_fitting
+from lightning_par.zero.attach import cut_state, refuse_common_memory, refuse_new_groups, refuse_sparse, require_fitting
 from lightning_par.zero.bucket import Bucket, ReduceGroups, State
 from lightning_par.zero.elementwise import is_elementwise
 from lightning_par.zero.master import HALF, HalfWeights
@@ -47,7 +52,9 @@ from lightning_par.zero.units import REST, Residency, assign, find_units, instal
 from lightning_par.zero.zero_grad import ZeroGrad
 
 IN_FLIGHT = 2
-"""Reductions that may be under way before the oldest is waited for, and its buffers are given back (from stage 1 on)."""
+"""Reductions that may be under way, where they hold memory, before the oldest is waited for."""
+PATIENCE = 1.0
+"""Seconds for which it is, once in a pass."""
 
 
 class DataParallel:
@@ -85,25 +92,29 @@ class DataParallel:
         self._group_counts: dict[Optimizer, int] = {}
         self._info = {info.param: info for info in self.infos}
         self._spec: dict[nn.Parameter, ShardSpec] = {info.param: info.spec for info in self.infos}
-        self._sync, self._hold, self._next, self._collected = True, False, 0, 0
+        self._sync, self._hold, self._next, self._settled, self._patience = True, False, 0, 0, PATIENCE
+        self._uses: list[tuple[list[Bucket], Later]] = []  # by how many ranks each of their parameters was used in the last pass
         self._last_pass: tuple[list[int], Later] | None = None  # units gathered in it, and whether all ranks gathered them
-        self._withheld_sums: list[set[int]] = []
-        self._withheld: list[tuple[nn.Parameter, Tensor]] = []
+        self._withheld: list[tuple[nn.Parameter, Tensor]] | None = None
         self._flags: Work = DONE
         self._handles: list[RemovableHandle | ZeroGrad] = []
         self._optimizer_hooks: list[RemovableHandle | ZeroGrad] = []
         self.buckets = self._lay_out(module, optimizers)
         self._bucket_of = {param: bucket for bucket in self.buckets if bucket.stage.shards_optimizer for param in bucket.params}
         self.reduced = [bucket for bucket in self.buckets if bucket.plan.kind.trained]
-        self._adds_up = [bucket for bucket in self.reduced if bucket.is_half]  # not autograd, since param.grad has another dtype
+        self._launches = list(self.reduced)  # in the order in which they start
+        self._cut = [bucket for bucket in self.reduced if bucket.is_cut]
+        self._summed_whole = [bucket for bucket in self.reduced if not bucket.is_cut]
         self.residency = self._install_units(module) if self.kept.frees_values else None
         self._shards: dict[nn.Parameter, list[nn.Parameter]] = {}
+        self._sums: list[Node] = []  # autograd's that add to ``param.grad``; nobody else keeps them
         for bucket in self.buckets:
             if bucket.plan.kind.trained:
                 again = not bucket.stage.shards_optimizer and (scaled or bucket.again != 1.0)
                 for index, param in enumerate(bucket.params):
                     if again:  # before autograd adds to what was published
-                        self._handles.append(param.register_hook(lambda _grad, bucket=bucket: bucket.begin()))
+                        self._sums.append(get_gradient_edge(param).node)
+                        self._handles.append(self._sums[-1].register_prehook(lambda _grads, bucket=bucket: bucket.begin()))
                     self._handles.append(param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, index)))
             self._register_shards(bucket)
         self._unsharded = {info.param for info in self.infos} - self._shards.keys()
@@ -111,8 +122,9 @@ class DataParallel:
         self._unsharded |= {shard.param for bucket in alone for shard in bucket.shards}
         bucketed = {param for bucket in self.reduced for param in bucket.params}
         for m in module.modules():
-            if any(True for _ in self._shards_in(m)):
+            if not bucketed.isdisjoint(m.parameters()):
                 self._handles.append(ZeroGrad(m, partial(self._shards_in, m), lambda m=m: self._forget(m.parameters())))
+        self._scripted = any(isinstance(m, torch.jit.ScriptModule) for m in module.modules())  # which read values without asking
         self._frozen = [info for info in self.infos if info.param not in bucketed and not info.param.requires_grad]
 
     def _lay_out(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Bucket]:
@@ -124,6 +136,9 @@ class DataParallel:
         self._owner = assign(module, self._units) if self.kept.frees_values else None
         ignored = self._ignored(module)
         members = [info for info in self.infos if info.param not in ignored and self._needs_bucket(info)]
+        if self.kept.shards_optimizer:
+            refuse_common_memory(members)
+        refuse_sparse(module, members)
         ranks = self.groups.shard.size if self.kept.shards_optimizer else 1
         plans = plan_buckets(members, ranks, self.options.bucket_bytes, units=self._owner, whole=whole)
         buckets = [self._bucket(plan, self.kept) for plan in plans]
@@ -200,15 +215,16 @@ class DataParallel:
         self._refuse_unfrozen()
         self.settle_values()
         if self._reduces:
-            for bucket in self.reduced[self._next :]:
+            self._order_launches()
+            for bucket in self._launches[self._next :]:
                 bucket.launch()
             flags = self._start_flags()
-            for bucket in self.reduced:  # all of them before anybody waits for flags: a replica may wait for this rank's span
-                bucket.collect()
-            used = self._used_anywhere(flags)
+            for bucket in self._launches:  # all of them before anybody waits for flags: a replica may wait for this rank's span
+                bucket.settle()
             for bucket in self.reduced:
-                bucket.publish([next(used) for _ in bucket.params] if bucket.is_cut else bucket.used_anywhere())
-            self._next = self._collected = 0
+                bucket.collect()
+            self._publish(flags)
+            self._next, self._settled, self._patience = 0, 0, PATIENCE
         self.end_pass(backward=True)
 
     def end_pass(self, *, backward: bool = False) -> None:
@@ -252,27 +268,23 @@ class DataParallel:
         self._forget(self._spec)
 
     def _forget(self, params: Iterable[nn.Parameter]) -> None:
-        """Gradients of half-precision parameters that a bucket adds up were cleared."""
-        for param in params if self._adds_up else ():
-            if (bucket := getattr(param, "zero", None)) is not None:
-                bucket.forget(param)
+        """They were cleared, and so is what buckets have of them: of a pass that an exception ended, say."""
+        if self._withheld is None and any(bucket.state is State.COLLECTING for bucket in self.reduced):
+            forgotten = set(params)
+            for bucket in self.reduced:
+                bucket.forget(forgotten)
 
     def withhold(self) -> None:
         """Hide this rank's gradients, so that a zero_grad that comes too late for them does not find them."""
         self._withheld = [(param, param.grad) for param in self._spec if param.grad is not None]
-        self._withheld_sums = [bucket.widened for bucket in self._adds_up]
         for param, _ in self._withheld:
             param.grad = None
-        for bucket in self._adds_up:
-            bucket.widened = set()
 
     def restore(self) -> None:
         """Bring back what ``withhold`` hid."""
-        for param, grad in self._withheld:
+        for param, grad in self._withheld or ():
             param.grad = grad
-        for bucket, widened in zip(self._adds_up, self._withheld_sums, strict=False):
-            bucket.widened |= widened
-        self._withheld, self._withheld_sums = [], []
+        self._withheld = None
 
     # --- optimizers --------------------------------------------------------------------------------------------------------------
 
@@ -291,14 +303,18 @@ class DataParallel:
         self._require_fitting(optimizer)
         self._group_counts[optimizer] = groups = len(optimizer.param_groups)
         self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda optimizer, *_: refuse_new_groups(optimizer, groups)))
-        if not self._shards:
-            return
         held = {param for group in optimizer.param_groups for param in group["params"]}
+        reduced = [bucket for bucket in self.reduced if not held.isdisjoint(bucket.params)]
+        self._optimizer_hooks.append(optimizer.register_step_pre_hook(lambda *_: _require_finished(reduced)))
+        if not self._shards:
+            if reduced:
+                self._optimizer_hooks.append(ZeroGrad(optimizer, list, lambda: self._forget(held)))
+            return
         for group in optimizer.param_groups:
             group["params"][:] = [part for param in group["params"] for part in self._shards.get(param, [param])]
         cut_state(optimizer, self._shards, self._spec)
         whole = [param for param in held if param in self._shards]
-        self._optimizer_hooks.append(ZeroGrad(optimizer, lambda: whole, lambda: self._forget(whole)))
+        self._optimizer_hooks.append(ZeroGrad(optimizer, lambda: whole, lambda: self._forget(held)))
         for bucket in self.buckets:
             if bucket.stage.shards_optimizer:
                 bucket.optimizer_of |= {shard.param: optimizer for shard in bucket.shards if shard.slot.info.param in held}
@@ -317,6 +333,8 @@ class DataParallel:
         """Shards changed: whole values are fetched anew, now (stages 1 and 2) or when they are used."""
         for bucket in updated:
             bucket.after_step()
+        if self._scripted:
+            self.settle_values()
         if self.residency is not None:
             self.residency.drop()
 
@@ -374,6 +392,8 @@ class DataParallel:
         if scale == self._loss_scale:
             return
         assert self.scaled, "DataParallel(scaled=True) is for losses that are scaled"
+        if any(bucket.arrived for bucket in self.reduced):
+            raise RuntimeError("the loss scale can change between backward passes only: call finish() after backward, then set it")
         for bucket in self.reduced:
             bucket.rescale(scale)
         self._loss_scale = scale
@@ -483,36 +503,58 @@ class DataParallel:
     def _arrived(self, bucket: Bucket, index: int, _: nn.Parameter) -> None:
         last = self._reduces and not self._hold
         bucket.arrive(index, last=last)
-        while last and self._next < len(self.reduced) and self.reduced[self._next].complete:
-            self._launch(self.reduced[self._next])
+        if last and self._uses:
+            self._order_launches()
+        while last and self._next < len(self._launches) and self._launches[self._next].complete:
+            self._launches[self._next].launch()
+            self._next += 1
+            self._settle_oldest()
 
-    def _launch(self, bucket: Bucket) -> None:
-        bucket.launch()
-        self._next += 1
-        if self.residency is not None and bucket.stage.frees_values and self._is_done(bucket.plan.kind.unit):
-            self.residency.done(-bucket.plan.kind.unit)
-        if self.kept.shards_optimizer:
-            while self._next - self._collected > IN_FLIGHT:
-                self.reduced[self._collected].collect()
-                self._collected += 1
+    def _order_launches(self) -> None:
+        """A pass begins. All data ranks come to the same order, from what they were told of the last one."""
+        uses, self._uses = self._uses, []
+        missed = {
+            bucket
+            for buckets, told in uses
+            for bucket, times in zip(buckets, told.read().split([len(bucket.params) for bucket in buckets]), strict=True)
+            if times.min() < self.groups.data.size
+        }
+        if uses:
+            self._launches = sorted(self.reduced, key=lambda bucket: bucket in missed)
 
-    def _is_done(self, unit: int) -> bool:
-        """Backward needs the unit no more: all its gradients came, and nothing in it is frozen (that could still be needed)."""
-        members = [bucket for bucket in self.buckets if bucket.stage.frees_values and bucket.plan.kind.unit == unit]
-        return all(bucket.plan.kind.trained and bucket.state in (State.REDUCING, State.REDUCED) for bucket in members)
+    def _settle_oldest(self) -> None:
+        """Let few reductions hold memory, without waiting for long. See Note [The life of a gradient]."""
+        while self._next - self._settled > IN_FLIGHT:
+            bucket = self._launches[self._settled]
+            if bucket.frees:
+                if not bucket.settle(self._patience):
+                    self._patience = 0.0
+                    return
+                if not bucket.plan.kind.partial:  # a sum over tp must come where it comes on all its ranks
+                    bucket.collect()
+            self._settled += 1
+
+    def _publish(self, flags: Tensor) -> None:
+        used = self._used_anywhere(flags)
+        for bucket in self.reduced:
+            bucket.publish([next(used) for _ in bucket.params] if bucket.is_cut else bucket.used_anywhere())
+        if len(self.reduced) > 1:
+            self._uses = [(self._cut, Later(flags, self._flags))] if self._cut else []
+            if self._summed_whole:
+                self._uses.append((self._summed_whole, Later(torch.cat([bucket.uses for bucket in self._summed_whole]))))
 
     def _start_flags(self) -> Tensor:
-        """Find out which parameters of buckets that are cut some data rank used: one small reduction."""
-        flags = torch.tensor([flag for bucket in self.reduced if bucket.is_cut for flag in bucket.used], dtype=torch.int32)
+        """Find out how many data ranks used each parameter of buckets that are cut: one small reduction."""
+        flags = torch.tensor([flag for bucket in self._cut for flag in bucket.used], dtype=torch.int32)
         if flags.numel():
             flags = flags.to(self.reduced[0].device, non_blocking=True)
             self._flags.wait()
-            self._flags = self.groups.data.all_reduce(flags, "max", async_op=True)
+            self._flags = self.groups.data.all_reduce(flags, async_op=True)
         return flags
 
     def _used_anywhere(self, flags: Tensor) -> Iterator[bool]:
         """The answer for each parameter of each such bucket, in order; read back only where this rank did not use all itself."""
-        used = [flag for bucket in self.reduced if bucket.is_cut for flag in bucket.used]
+        used = [flag for bucket in self._cut for flag in bucket.used]
         if all(used):
             return iter(used)
         self._flags.wait()
@@ -524,6 +566,16 @@ class DataParallel:
             raise RuntimeError(
                 f"{', '.join(unfrozen)} got a gradient, but was frozen when training was set up, so its gradient is not averaged: unfreeze "
                 "parameters before trainer.fit (below zero=3 a second fit is fine)"
+            )
+
+
+def _require_finished(buckets: list[Bucket]) -> None:
+    for bucket in buckets:
+        if bucket.arrived:
+            raise RuntimeError(
+                f"the optimizer steps, but the gradient of {bucket.name_of(min(bucket.arrived))} is not averaged over the ranks yet: in "
+                "manual optimization call self.manual_backward(loss) in place of loss.backward(), in a loop without Lightning finish() "
+                "after backward"
             )
 
 

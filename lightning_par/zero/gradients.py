@@ -58,7 +58,7 @@ class ModelGradients:
         held = [param for group in optimizer.param_groups for param in group["params"]]
         params = [param for param in held if param.grad is not None and param.grad.numel()]
         mine = overflowed([param.grad for param in params], self.device)
-        anywhere = mine.max() if params else torch.zeros((), device=self.device)
+        anywhere = mine.max() if params else torch.zeros((), dtype=torch.float32, device=self.device)
         return Overflow(self, params, mine, Later(anywhere, self.world.all_reduce(anywhere, "max", async_op=True)))
 
 

@@ -6,9 +6,10 @@ At stages 1 and 2 the values that other ranks updated arrive while the next forw
 of the time. Yet a parameter is an object that anybody may hold. So while its values are away its class is ``GuardedParameter``, which
 torch asks before it computes anything with it, and whose bucket then answers: stages 1 and 2 wait for the values; stage 3 raises a
 named error (bringing them there would be a communication that other ranks do not know of). As soon as values are there, the class is
-``nn.Parameter`` again and costs nothing. Shape, dtype, device, gradient and the like are no touch.
+again what it was and costs nothing. Shape, dtype, device, gradient and the like are no touch.
 
-``param.zero`` is the one handle that this package leaves on tensors: the bucket that holds the parameter's values.
+``param.zero`` is the handle that this package leaves on tensors: the bucket that holds the parameter's values. On those of a class of their
+own there is ``param.zero_class``, too.
 """
 
 from __future__ import annotations
@@ -49,12 +50,15 @@ class GuardedParameter(nn.Parameter):
 
 def guard(param: nn.Parameter) -> None:
     """From now on every touch of ``param`` asks ``param.zero`` first."""
+    if type(param) not in (nn.Parameter, GuardedParameter):
+        param.zero_class = type(param)
     param.__class__ = GuardedParameter
 
 
 def unguard(param: nn.Parameter) -> None:
-    """The values are there: ``param`` is an ordinary parameter again."""
-    param.__class__ = nn.Parameter
+    """The values are there: ``param`` is what it was."""
+    if type(param) is GuardedParameter:
+        param.__class__ = param.__dict__.get("zero_class", nn.Parameter)
 
 
 def _guarded(value: Any) -> list[GuardedParameter]:

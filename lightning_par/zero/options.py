@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,8 @@ class ZeroOptions:
     Args:
         bucket_mb: gradients are reduced in buckets of about this many MiB (stage 3: a unit at a time).
         reduce_dtype: in which gradients travel and are added up over ranks: ``float32``, ``bfloat16``, ``float16``, ``float64``, as a
-            word or a ``torch.dtype``; None = the one they have. Halves the bytes for less precise sums; what was summed is kept in full.
+            word or a ``torch.dtype``; None = the one they have (complex ones always). Halves the bytes for less precise sums; what was
+            summed is kept in full.
         prefetch: stage 3: units gathered ahead of the one that computes.
         min_unit_mb: stage 3: neighbouring units are joined until they hold about this many MiB of values, since many small messages
             take longer than the memory they save is worth. 0 leaves each alone.
@@ -36,17 +39,21 @@ class ZeroOptions:
     ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "units", tuple(self.units))
-        object.__setattr__(self, "ignored", tuple(self.ignored))
         faults = []
+        for field, what in (("units", "class names"), ("ignored", "names of submodules")):
+            given = getattr(self, field)
+            if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(name, str) for name in given):
+                faults.append(f"{field}={given!r} must be a list of {what}")
+            else:
+                object.__setattr__(self, field, tuple(given))
         if self.reduce_dtype not in (None, *REDUCE_DTYPES, *REDUCE_DTYPES.values()):
             faults.append(f"reduce_dtype={self.reduce_dtype!r} must be one of {', '.join(REDUCE_DTYPES)}, or None")
         if isinstance(self.reduce_dtype, str):
             object.__setattr__(self, "reduce_dtype", REDUCE_DTYPES.get(self.reduce_dtype))
-        if not self.min_unit_mb >= 0:
-            faults.append(f"min_unit_mb={self.min_unit_mb!r} must be at least 0")
-        if not self.bucket_mb > 0:
-            faults.append(f"bucket_mb={self.bucket_mb!r} must be above 0")
+        if not _is_finite(self.min_unit_mb) or self.min_unit_mb < 0:
+            faults.append(f"min_unit_mb={self.min_unit_mb!r} must be a number of at least 0")
+        if not _is_finite(self.bucket_mb) or self.bucket_mb <= 0:
+            faults.append(f"bucket_mb={self.bucket_mb!r} must be a number above 0")
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
             faults.append(f"prefetch={self.prefetch!r} must be a whole number of at least 0")
         if faults:
@@ -59,6 +66,10 @@ class ZeroOptions:
     @property
     def min_unit_bytes(self) -> int:
         return int(self.min_unit_mb * 2**20)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 Note [Coming and going]
 ~~~~~~~~~~~~~~~~~~~~~~~
 A unit is a layer (a member of a ModuleList or Sequential), or the rest of the model. Its values are whole while it is *used*: from the
-start of a forward of its module to the end, and from the moment the gradient of that forward's output arrives until its own gradients
-are on their way. (The rest has no module of its own: each module that owns some of it counts, and between two of those it may go.)
+start of a forward of its module to the end, and from the moment the gradient of that forward's output arrives until that of another
+unit's does. (The rest has no module of its own: each module that owns some of it counts, and between two of those it may go.)
 
 All of it is one small cache. Using a unit gathers it unless it is here, then starts to gather those that will be used next, as the
 sequence of uses in the last pass tells; to make room, the unit whose last use is longest ago is freed. So ``1 + prefetch`` units are
@@ -19,12 +19,13 @@ All sharding ranks must use units in the same order, since each gather is a coll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from lightning_par.zero.bucket import Bucket
@@ -102,6 +103,7 @@ class Residency:
 
     def __init__(self, buckets: dict[int, list[Bucket]], prefetch: int) -> None:
         self.buckets, self.capacity = buckets, 1 + prefetch
+        self._storages = {bucket.values.untyped_storage()._cdata for members in buckets.values() for bucket in members}
         self._whole: list[int] = []  # by last use, the oldest first
         self._inside: dict[int, int] = dict.fromkeys(buckets, 0)  # forwards under way
         self._pass: list[int] = []
@@ -123,6 +125,15 @@ class Residency:
                 self._fetch(upcoming)
         self._inside[unit] -= 1
 
+    def use_together(self, units: Iterable[int]) -> None:
+        """Use several at once: none makes room for another."""
+        for unit in units:
+            self._inside[unit] += 1
+        for unit in units:
+            self.use(unit)
+        for unit in units:
+            self._inside[unit] -= 1
+
     def enter(self, unit: int) -> None:
         """A forward that needs the unit begins."""
         self._inside[unit] += 1
@@ -135,10 +146,10 @@ class Residency:
             for bucket in self.buckets[unit]:
                 bucket.close_values()
 
-    def done(self, unit: int) -> None:
-        """The unit's gradients are complete, so backward needs it no more."""
-        if unit in self._whole and not self._inside[unit]:
-            self._free(unit)
+    def holds(self, tensor: Tensor) -> bool:
+        """It is a view of a parameter's values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.untyped_storage()._cdata in self._storages
 
     def drop(self) -> None:
         """Free everything: values are about to change, or the step is over."""
@@ -215,13 +226,16 @@ def _hook(host: nn.Module, numbers: list[int], residency: Residency) -> list[Rem
         for number in numbers:
             residency.enter(number)
 
-    def after(module: nn.Module, _args: Any, output: Any) -> None:
+    def after(module: nn.Module, _args: Any, output: Any) -> Any:
         if module is not host:
-            return
+            return None
+        if any(map(residency.holds, _tensors(output))):  # it returns a part of its own parameter
+            output = tree_map_only(Tensor, lambda tensor: tensor.clone() if residency.holds(tensor) else tensor, output)
         for number in numbers:
             residency.leave(number)
         if type(host) is not nn.Embedding:  # its backward needs no values
-            _before_backward(output, lambda: [residency.use(number) for number in numbers])
+            _before_backward(output, lambda: residency.use_together(numbers))
+        return output
 
     # called after an exception too: non-reentrant checkpointing ends a recomputation with one
     return [host.register_forward_pre_hook(before), host.register_forward_hook(after, always_call=True)]
@@ -229,9 +243,18 @@ def _hook(host: nn.Module, numbers: list[int], residency: Residency) -> list[Rem
 
 def _before_backward(output: Any, action: Callable[[], object]) -> None:
     """Call ``action`` as soon as the gradient of any tensor of ``output`` is there."""
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+    for tensor in _tensors(output):
+        if tensor.requires_grad:
             tensor.register_hook(lambda _grad: _run(action))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Those in what a module returned, dataclasses included."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors(list(vars(leaf).values()))
 
 
 def _run(action: Callable[[], object]) -> None:

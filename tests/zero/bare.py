@@ -106,15 +106,21 @@ def rows(step: int, micro: int) -> Tensor:
 
 
 def data_parallel(
-    module: nn.Module, optimizers: list[Optimizer], stage: int, *, replicate: int = 1, cp: int = 1, options: ZeroOptions | None = None
+    module: nn.Module,
+    optimizers: list[Optimizer],
+    stage: int,
+    *,
+    replicate: int = 1,
+    cp: int = 1,
+    options: ZeroOptions | None = None,
+    scaled: bool = False,
 ) -> tuple[Mesh, DataParallel]:
     """``module`` and its optimizers, prepared on the ranks of the default group. All ranks call."""
     world = torch.distributed.get_world_size()
     mesh = Mesh.build(ParallelLayout(zero=stage, replicate=replicate, cp=cp).resolve(world))
     infos = [ParameterInfo(name, param, ShardSpec.whole(param)) for name, param in module.named_parameters()]
-    dp = DataParallel(
-        module, infos, ReduceGroups.of(mesh), stage=stage, options=options or ZeroOptions(min_unit_mb=0), optimizers=optimizers
-    )
+    options = options or ZeroOptions(min_unit_mb=0)
+    dp = DataParallel(module, infos, ReduceGroups.of(mesh), stage=stage, options=options, optimizers=optimizers, scaled=scaled)
     for optimizer in optimizers:
         dp.attach(optimizer)
     return mesh, dp
