@@ -290,7 +290,7 @@ class StageLayers(nn.ModuleList):
     def _check_extras(self, index: int, given: Any) -> None:
         """What the layer before returned besides the hidden state is given to this one. See Note [The unmodified forward]."""
         now = self._now
-        if now is None or now.ran != index - 1:
+        if now is None or now.ran != index - 1 or isinstance(now.output, Tensor):
             return
         missing = [place for place in _missing(now.output, given) if place > 0]
         if missing:
@@ -314,6 +314,9 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def _missing(output: Any, given: Any) -> list[int]:
-    """The places of the tensors of ``output`` that are not among ``given`` themselves."""
+    """The places of the tensors of ``output`` that are not among ``given``, (args, kwargs), themselves."""
+    args, _ = given
+    if args and args[0] is output:
+        return []
     arrived = {id(leaf) for leaf in tree_leaves(given)}
     return [place for place, tensor in enumerate(tensors_of(output)) if id(tensor) not in arrived]
