@@ -141,23 +141,25 @@ class DataPlace:
             sampler.draw_again(drawn_from, None)
             return
         size = dataloader.batch_size or 1
-        before = told.get("batch_size", size) * resumed.replicas
-        first = min(batches * before, samples)
-        sampler.draw_again(drawn_from, first)
-        if resumed.replicas == sampler.replicas and before == sampler.replicas * size:
+        before, now = told.get("batch_size", size) * resumed.replicas, sampler.replicas * size
+        ahead = told.get("ahead", 0)
+        first = min(batches * before + ahead, samples)
+        sampler.draw_again(drawn_from, first, ahead)
+        if before == now and (resumed.replicas == sampler.replicas or len(resumed.told) > 1):
             return
-        if len(resumed.told) > 1 and before != sampler.replicas * size:
+        if len(resumed.told) > 1:
             raise CheckpointError(
                 f"the checkpoint was saved in the middle of an epoch with {before} samples a batch over all replicas, now there are "
-                f"{sampler.replicas * size}: with several training dataloaders choose a batch size with which that stays the same"
+                f"{now}: with several training dataloaders choose a batch size with which that stays the same"
             )
         count = len(dataloader) - _batches(samples - first, sampler.replicas, size, drop_last=dataloader.drop_last)
         if count % trainer.accumulate_grad_batches:
             raise CheckpointError(
-                f"the checkpoint was saved after {first} samples of an epoch, which are {first / (sampler.replicas * size):g} batches now: "
+                f"the checkpoint was saved after {first} samples of an epoch, which are {first / now:g} batches now: "
                 f"no multiple of accumulate_grad_batches={trainer.accumulate_grad_batches}; choose dp, batch size and accumulation with "
                 f"which as many samples as before ({before} in a batch) make an optimizer step"
             )
+        sampler.ahead = first - count * now
         seams.set_batches(trainer, count)
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -271,7 +273,7 @@ def _batches(samples: int, replicas: int, size: int, *, drop_last: bool) -> int:
 def _told(dataloader: Any, epoch: int) -> dict[str, Any]:
     told: dict[str, Any] = {"epoch": epoch, "length": seams.length(dataloader)}
     if (sampler := _sampler(dataloader)) is not None:
-        told |= {"samples": len(sampler.sampler), "drawn_from": sampler.drawn_from}
+        told |= {"samples": len(sampler.sampler), "drawn_from": sampler.drawn_from, "ahead": sampler.ahead}
         if _cuts_alike(dataloader):
             told["batch_size"] = dataloader.batch_size or 1
     return told

@@ -33,6 +33,8 @@ class ReplicaSampler(Sampler):
 
     Attributes:
         drawn_from: what the order of the epoch at hand was drawn from, as plain data; None before the first.
+        ahead: how many samples of that epoch were given beyond what its count of batches says: another number of replicas or another
+            batch size gave the first of them.
     """
 
     def __init__(self, sampler: Any, replicas: int, index: int, world: Group, device: torch.device) -> None:
@@ -43,6 +45,7 @@ class ReplicaSampler(Sampler):
             )
         self.sampler, self.replicas, self.index = sampler, replicas, index
         self.drawn_from: dict[str, Any] | None = None
+        self.ahead = 0
         self._world, self._device = world, device
         self._epoch = 0
         self._next: tuple[list[Any], int, torch.Tensor | None] | None = None
@@ -54,7 +57,7 @@ class ReplicaSampler(Sampler):
 
     def __iter__(self) -> Iterator[Any]:
         if self._next is None:
-            self.drawn_from = self._note()
+            self.drawn_from, self.ahead = self._note(), 0
             order, first = self._draw(), 0
         else:
             (order, first, generator), self._next = self._next, None
@@ -73,14 +76,15 @@ class ReplicaSampler(Sampler):
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def draw_again(self, drawn_from: Mapping[str, Any] | None, first: int | None) -> None:
+    def draw_again(self, drawn_from: Mapping[str, Any] | None, first: int | None, ahead: int = 0) -> None:
         """Draw the order of an epoch that another process has begun. All ranks call together.
 
         Args:
             drawn_from: what it was drawn from there; None: that is not known, and it is drawn from what there is.
             first: the place in the whole order where the next pass begins; None: the epoch was complete, and the next draws its own order.
+            ahead: the attribute, as it was there.
         """
-        epoch = self._epoch
+        epoch, self.ahead = self._epoch, ahead
         with generators_kept():
             if drawn_from is not None:
                 self._recall(drawn_from)

@@ -315,6 +315,28 @@ def test_K10_another_batch_size_goes_on_with_the_next_sample(tmp_path: Path) -> 
         assert sorted(sample for samples in second for sample in samples) == [*range(ROWS)]
 
 
+def test_K10_a_run_may_be_resumed_again_after_a_change_of_batch_size(tmp_path: Path) -> None:
+    """After 6 of 14 samples in one batch of 6, then after 10, where 4 more came in a batch of 4.
+
+    And of two dataloaders with another dp: the shorter, drawn again in between, does not set the count of batches.
+    """
+    fits: list[Any] = [
+        ("shuffled", {"max_epochs": 1}, {"batch": 6, "moments": {"6": ("batch", 1)}}),
+        ("shuffled", {"max_epochs": 1}, {"batch": 4, "resume": "6", "moments": {"10": ("batch", 1)}}),
+        *(("shuffled", {"max_epochs": 1}, {"batch": batch, "resume": "10"}) for batch in (4, 2)),
+        ("two", {"max_epochs": 1}, {"moments": {"third": ("batch", 3)}}),
+    ]
+    straight, again, *last, both = ([step[0] for step in ranks[0]] for ranks in _world({"dp": 1}, tmp_path, fits))
+    order = [sample for batch in straight for sample in batch]
+    assert again == [order[6:10], order[10:]]
+    assert last == [[order[10:]], [order[10:12], order[12:]]]
+    fits = [("shuffled", {"max_epochs": 1}, {"batch": 4, "resume": "10"}), ("two", {"max_epochs": 1}, {"resume": "third"})]
+    divided, both_divided = _world({"dp": 2}, tmp_path, fits)
+    assert _together(divided) == [sorted(order[10:])]
+    assert _together(both_divided) == [sorted(both[3])]
+    assert both_divided[0][0][3] == 3
+
+
 def test_K10_K11_between_two_optimizer_steps_the_run_goes_back_to_the_earlier(tmp_path: Path) -> None:
     """Gradients that wait for the next step are in no checkpoint, so their samples come again, with the same random numbers."""
     moments = {"first": ("batch", 1), "third": ("batch", 3), "fifth": ("batch", 5), "sixth": ("batch", 6)}
