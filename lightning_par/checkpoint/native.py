@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.files import held, is_held, sync_folder, write_through
+from lightning_par.checkpoint.files import held, is_held, load, sync_folder, write_through
 from lightning_par.checkpoint.index import INDEX, IndexReader
 from lightning_par.checkpoint.shard import LoadPlanner, SavePlanner, Shard
 from lightning_par.checkpoint.source import require_fit
@@ -330,6 +330,7 @@ def _complete(target: Path, parts: Sequence[Part], meta: Mapping[str, Any]) -> N
         )
     _write_index(partial, parts)
     write_through(partial / META, lambda file: torch.save(dict(meta), file))
+    load(partial / META)  # what cannot be read must not take the place of what can
     sums |= {name: _sum(partial / name) for name in (META, INDEX)}
     write_through(partial / SUMS, lambda file: file.write(json.dumps(sums, indent=1).encode()))
     sync_folder(partial)

@@ -13,8 +13,8 @@ import torch
 def plain(value: Any, dropped: list[str], path: str = "") -> Any:
     """``value`` as dicts, lists, tuples, numbers, strings and tensors.
 
-    Mappings and sequences of any class (OmegaConf's, Lightning's) become dicts and lists, paths and enum members strings and values.
-    What cannot be told that way is left out and its path added to ``dropped``.
+    Mappings and sequences of any class (OmegaConf's, Lightning's) become dicts and lists, paths and enum members strings and values; so do
+    keys. What cannot be told that way is left out and its path added to ``dropped``.
     """
     if value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, torch.dtype | torch.device):
         return value
@@ -28,8 +28,7 @@ def plain(value: Any, dropped: list[str], path: str = "") -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        items = {key: plain(item, dropped, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
-        return {key: item for key, item in items.items() if item is not _DROPPED}
+        return _mapping(value, dropped, path)
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(_kept(value, dropped, path))
     if isinstance(value, Sequence | Set):
@@ -41,6 +40,26 @@ def plain(value: Any, dropped: list[str], path: str = "") -> Any:
 
 
 _DROPPED = object()
+
+
+def _mapping(values: Mapping[Any, Any], dropped: list[str], path: str) -> dict[Any, Any]:
+    kept: dict[Any, Any] = {}
+    for key, value in values.items():
+        place, lost = f"{path}.{key}".lstrip("."), []
+        told = plain(key, lost)
+        if lost or not _is_hashable(told) or told in kept:
+            dropped.append(f"{place} (its key is a {type(key).__module__}.{type(key).__qualname__})")
+        elif (item := plain(value, dropped, place)) is not _DROPPED:
+            kept[told] = item
+    return kept
+
+
+def _is_hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def _kept(values: Any, dropped: list[str], path: str) -> list[Any]:

@@ -1,0 +1,41 @@
+"""What is no tensor is saved as plain data, and what cannot be told that way is named."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_par.checkpoint import CheckpointError, native, plain
+from lightning_par.comm import Group
+from lightning_par.comm.trace import Trace
+
+World = Group("world", trace=Trace())
+"""Of one process."""
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+def test_K20_keys_are_plain_too_or_left_out_and_named(tmp_path: Path) -> None:
+    keys: list[Any] = [Color.RED, np.int64(3), np.str_("text"), (np.int64(1), "two"), Path("a/b"), None, 0.5, object, frozenset({1}), "red"]
+    dropped: list[str] = []
+    told = plain({"state": {key: place for place, key in enumerate(keys)}}, dropped)
+    wanted = {"red": 0, 3: 1, "text": 2, (1, "two"): 3, "a/b": 4, None: 5, 0.5: 6}
+    assert told == {"state": wanted}
+    assert [place.partition(" (its key is a ")[2] for place in dropped] == ["builtins.type)", "builtins.frozenset)", "builtins.str)"]
+    native.save(tmp_path / "last", {}, told, World)
+    assert native.read_meta(tmp_path / "last") == {"state": wanted}
+
+
+def test_a_checkpoint_that_could_not_be_read_does_not_take_the_place_of_the_last(tmp_path: Path) -> None:
+    native.save(tmp_path / "last", {}, {"value": 1}, World)
+    with pytest.raises(CheckpointError, match=r"rank 0: .*meta\.pt names .*Color"):
+        native.save(tmp_path / "last", {}, {"value": Color.RED}, World)
+    assert native.read_meta(tmp_path / "last") == {"value": 1}
+    assert torch.load(tmp_path / "last/meta.pt", weights_only=True) == {"value": 1}
