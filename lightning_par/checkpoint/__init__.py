@@ -8,9 +8,10 @@ from lightning_par.checkpoint.layers import find_layers
 from lightning_par.checkpoint.native import is_native, read_index, read_meta, read_tensors, save
 from lightning_par.checkpoint.plain import plain
 from lightning_par.checkpoint.shard import Shard
-from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, Joining, Source
+from lightning_par.checkpoint.source import EXTRA_STATES, MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, Joining, Source, is_extra
 
 __all__ = [
+    "EXTRA_STATES",
     "MODEL",
     "MODULE",
     "OPTIMIZER",
@@ -26,6 +27,7 @@ __all__ = [
     "collect",
     "convert",
     "find_layers",
+    "is_extra",
     "is_native",
     "open_checkpoint",
     "plain",

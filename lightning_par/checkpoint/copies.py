@@ -51,7 +51,7 @@ class HostCopies:
                 arrived = torch.cuda.Event() if arrived is None else arrived
         if arrived is not None:
             arrived.record()
-        return Copies({name: replace(shard, data=self._buffers[name]) for name, shard in mine.items()}, arrived)
+        return Copies({name: replace(shard, data=self._buffers[name], origin=None) for name, shard in mine.items()}, arrived)
 
     def clear(self) -> None:
         """Give the memory back."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from typing_extensions import override
 
 from lightning_par.layout import Box, ShardSpec
@@ -23,16 +23,29 @@ class Shard:
         spec: which part of the whole tensor.
         data: contiguous, ``spec.span.size`` elements in any shape; loading writes into it.
         writes: of all ranks that hold this part, this one saves it.
+        origin: a tensor that is not contiguous, of which ``data`` is a copy.
     """
 
     spec: ShardSpec
     data: Tensor
     writes: bool = True
+    origin: Tensor | None = None
+
+    @classmethod
+    def of(cls, spec: ShardSpec, tensor: Tensor, *, writes: bool = True) -> Shard:
+        """A tensor in any memory format."""
+        tensor = tensor.detach()
+        return cls(spec, tensor.contiguous(), writes, None if tensor.is_contiguous() else tensor)
 
     @classmethod
     def whole(cls, tensor: Tensor, *, writes: bool) -> Shard:
         """All of a tensor that every rank holds."""
-        return cls(ShardSpec.whole(tensor), tensor.detach(), writes)
+        return cls.of(ShardSpec.whole(tensor), tensor, writes=writes)
+
+    def loaded(self) -> None:
+        """``data`` was written into."""
+        if self.origin is not None:
+            self.origin.copy_(self.data)
 
     def _view(self, box: Box) -> Tensor:
         return box.view(self.data.detach().view(-1))
@@ -86,3 +99,7 @@ class LoadPlanner(DefaultLoadPlanner):
     @override
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+    @override
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self.state_dict[read_item.dest_index.fqn].loaded()

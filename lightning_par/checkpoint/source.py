@@ -13,7 +13,8 @@ first and one of the second, and a strategy that can load from a ``Source`` can 
               optimizer_states                for each optimizer its groups, with the names of parameters, in the order it got them, and
                                               state that is no tensor
               lightning_par_module            aliases: each key of the state dict, in order, and the first name of what it stands for;
-                                              buffers and frozen: first names; layers: see LAYERS
+                                              buffers and frozen: first names; layers: see LAYERS; extra: what modules'
+                                              get_extra_state returned, by its key in the state dict
               ParallelPrecision               what a loss scale remembers: scale, good, left, last_overflow, steps, skipped
 
 Formats that number parameters instead of naming them (a ``.ckpt`` file of Lightning, DeepSpeed without ZeRO) have ``#<number>`` for the
@@ -39,6 +40,7 @@ MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 OPTIMIZERS, MODULE, LOSS_SCALE = "optimizer_states", "lightning_par_module", "ParallelPrecision"
 LAYERS = "layers"
 """In what is told of the module: names are those of a list of layers ("3.weight"), whose places in the module nobody has told yet."""
+EXTRA_STATES = "extra"
 NUMBERED = "#"
 UNTOLD = "#?"
 """The only parameter of an optimizer whose state cannot be told apart, so that it has none."""
@@ -101,6 +103,7 @@ class Source:
             whole, flat = self.read(name), shard.data.detach().view(-1)
             for box in shard.spec.boxes():
                 box.view(flat).copy_(whole[tuple(slice(o, o + size) for o, size in zip(box.offsets, box.sizes, strict=True))])
+            shard.loaded()
 
     def check(self, *, index: int = 0, ranks: int = 1) -> None:
         """Look for damage, where the format can tell: this process does one part in ``ranks``.
@@ -180,6 +183,11 @@ class Source:
                     raise CheckpointError(f"checkpoint {self.path}: {entry} has shape {value.shape} there, but {name} has {model.shape}")
             entries[entry] = value
         return replace(self, meta=self.meta | {OPTIMIZERS: metas}, entries=entries)
+
+
+def is_extra(key: str) -> bool:
+    """Whether this key of a state dict is what a module's ``get_extra_state`` returned."""
+    return key.rpartition(".")[2] == "_extra_state"
 
 
 def parameter_of(entry: str) -> str:

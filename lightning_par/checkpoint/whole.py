@@ -17,7 +17,20 @@ from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import Scratch, load, save
 from lightning_par.checkpoint.index import IndexReader
 from lightning_par.checkpoint.shard import Shard
-from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZER, OPTIMIZERS, Contents, Entry, Source, rng_of, states
+from lightning_par.checkpoint.source import (
+    EXTRA_STATES,
+    MODEL,
+    MODULE,
+    NUMBERED,
+    OPTIMIZER,
+    OPTIMIZERS,
+    Contents,
+    Entry,
+    Source,
+    is_extra,
+    rng_of,
+    states,
+)
 from lightning_par.comm import Group
 from lightning_par.comm.trace import Trace
 from lightning_par.layout import ShardSpec
@@ -83,7 +96,7 @@ class _Lazy(Shard):
     @classmethod
     def of(cls, entry: Entry, scratch: Scratch) -> _Lazy:
         like = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return cls(ShardSpec.whole(like), like, True, entry, scratch)
+        return cls(ShardSpec.whole(like), like, entry=entry, scratch=scratch)
 
     @override
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -109,6 +122,7 @@ def open_single(path: Path) -> Source:
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, no checkpoint")
     weights = loaded.pop("state_dict") if "state_dict" in loaded else loaded
+    extras = {key: weights.pop(key) for key in [*weights] if isinstance(key, str) and is_extra(key)}
     if not (weights and all(isinstance(value, Tensor) for value in weights.values())):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no state_dict of tensors")
     meta = {"lr_schedulers": []} if weights is loaded else loaded
@@ -121,7 +135,7 @@ def open_single(path: Path) -> Source:
         entries |= found
         metas.append(told)
     entries |= {name: Entry.of(value) for name, value in extra.get("rng", {}).items()}
-    told = extra.get(MODULE, {"aliases": aliases})
+    told = extra.get(MODULE, {"aliases": aliases}) | ({EXTRA_STATES: extras} if extras else {})
     source = Source(path, "single file", meta | {OPTIMIZERS: metas, MODULE: told} | extra.get("meta", {}), entries)
     return source.named(extra["names"]) if "names" in extra else source
 
@@ -154,13 +168,15 @@ def write_single(source: Source, path: Path) -> None:
     weights = {name: scratch.keep(source.read(f"{MODEL}.{name}")) for name in dict.fromkeys(contents.aliases.values())}
     meta = dict(source.meta)
     optimizers = [_state_dict(source, index, told, scratch) for index, told in enumerate(meta.pop(OPTIMIZERS, []))]
+    told = dict(meta.pop(MODULE, {"aliases": contents.aliases}))
+    extras = told.pop(EXTRA_STATES, {})
     extra = {
-        MODULE: meta.pop(MODULE, {"aliases": contents.aliases}),
+        MODULE: told,
         "names": [[name for group in told["groups"] for name in group["params"]] for told in source.meta.get(OPTIMIZERS, [])],
         "meta": {key: meta.pop(key) for key in ("layout",) if key in meta},
         "rng": {name: entry.read() for name, entry in rng_of(source)},
     }
-    named = {key: weights[name] for key, name in contents.aliases.items()}
+    named = {key: weights[name] for key, name in contents.aliases.items()} | extras
     save(meta | {"state_dict": named, OPTIMIZERS: optimizers, EXTRA: extra}, path)
 
 

@@ -16,12 +16,14 @@ What each rank then holds is written down by ShardSpecs under the names that the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_par.checkpoint import is_extra
 from lightning_par.comm import Mesh
 from lightning_par.context import prepare
 from lightning_par.layout import ParallelLayout, ShardSpec
@@ -39,6 +41,7 @@ class Assembled:
         module: the user's module, cut in place.
         parameters: what this rank holds of each parameter, by the first name it had in the whole module.
         aliases: every name in the whole module's ``state_dict`` and the first name of what it stands for, in order.
+        untold: keys of the whole module's ``state_dict`` that are neither, nor of ``get_extra_state``: no checkpoint holds them.
         buffers_elsewhere: buffers that an earlier pipeline stage holds as well, so that it saves them.
         pipeline: the engine, when pp > 1.
     """
@@ -47,6 +50,7 @@ class Assembled:
     mesh: Mesh
     parameters: tuple[ParameterInfo, ...]
     aliases: dict[str, str]
+    untold: tuple[str, ...]
     buffers_elsewhere: frozenset[str]
     pipeline: Pipeline | None
 
@@ -66,7 +70,9 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
     """
     layout = mesh.layout
     _mark(module, layout)
-    aliases = _aliases(module)
+    keys = module.state_dict().keys()
+    aliases = _aliases(module, keys)
+    untold = tuple(key for key in keys if key not in aliases and not is_extra(key))
     uses = rehearsal.uses() if rehearsal is not None else None
     _broadcast(module, mesh, device)
     specs = {name: ShardSpec.whole(param) for name, param in module.named_parameters()}
@@ -87,7 +93,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
         infos.append(ParameterInfo(name, param, specs[name], stages.get(name, ()), name in partial, counted))
     buffers = mesh.pp.gather_objects([name for name, _ in module.named_buffers()])
     elsewhere = frozenset(name for stage in buffers[: mesh.pp.index] for name in stage)
-    return Assembled(module, mesh, tuple(infos), aliases, elsewhere, pipeline)
+    return Assembled(module, mesh, tuple(infos), aliases, untold, elsewhere, pipeline)
 
 
 def _pipeline(module: nn.Module, mesh: Mesh, rehearsal: Rehearsal | None, uses: Uses | None) -> Pipeline:
@@ -121,13 +127,13 @@ def _mark(module: nn.Module, layout: ParallelLayout) -> None:
 _CUT = "_lightning_par_cut"
 
 
-def _aliases(module: nn.Module) -> dict[str, str]:
-    """Every key of the state dict, and the first key that names the same parameter or buffer."""
+def _aliases(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Every key of the state dict that names a parameter or buffer, and the first key that names the same."""
     first: dict[int, str] = {}
     for name, param in module.named_parameters():
         first[id(param)] = name
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    return {key: first.setdefault(id(tensors[key]), key) for key in module.state_dict() if key in tensors}
+    return {key: first.setdefault(id(tensors[key]), key) for key in keys if key in tensors}
 
 
 def _broadcast(module: nn.Module, mesh: Mesh, device: torch.device) -> None:

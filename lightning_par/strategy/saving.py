@@ -28,7 +28,19 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZERS, CheckpointError, Shard, Source, collect, open_checkpoint, plain
+from lightning_par.checkpoint import (
+    EXTRA_STATES,
+    MODEL,
+    MODULE,
+    OPTIMIZERS,
+    CheckpointError,
+    Shard,
+    Source,
+    collect,
+    is_extra,
+    open_checkpoint,
+    plain,
+)
 from lightning_par.checkpoint.savers import Background, Saver
 from lightning_par.comm import Group, Meeting, Mesh
 from lightning_par.strategy import state
@@ -155,12 +167,21 @@ class Holdings:
         metas = self.mesh.world.gather_objects([optimizer["meta"] for optimizer in optimizers])
         order, _ = self._whole_orders()
         merged = [state.merge_optimizer_meta(ranks, order[index]) for index, ranks in enumerate(zip(*metas, strict=True))]
-        dropped: list[str] = []
-        meta = plain(checkpoint | {OPTIMIZERS: merged, MODULE: state.module_meta(self.part)}, dropped)
+        extras, dropped = self._extra_states()
+        meta = plain(checkpoint | {OPTIMIZERS: merged, MODULE: state.module_meta(self.part) | extras}, dropped)
         if dropped:
             rank_zero_warn(f"not saved in {filepath}, since they are no plain data: {', '.join(dropped)}")
         meta["layout"] = self._layout()
         saver.save(filepath, tensors, meta)
+
+    def _extra_states(self) -> tuple[dict[str, Any], list[str]]:
+        """Of the whole module, and what no checkpoint can hold of it. Of ranks that have the same part the first tells."""
+        untold = [f"{MODEL}.{key} (neither parameter nor buffer, nor of get_extra_state)" for key in self.part.untold]
+        mine = plain({key: module.get_extra_state() for key, module in state.extra_places(self.part).items()}, dropped := [], MODEL)
+        everyone = self.mesh.world.gather_objects((mine, dropped))
+        extras = {key: value for told, _ in reversed(everyone) for key, value in told.items()}
+        dropped = [*dict.fromkeys([*untold, *(path for _, paths in everyone for path in paths)])]
+        return {EXTRA_STATES: extras} if extras else {}, dropped
 
     def load(self, filepath: str | os.PathLike[str]) -> dict[str, Any]:
         """The plain part of a checkpoint of any format; ``load_model`` and ``load_optimizers`` read its tensors.
@@ -200,20 +221,27 @@ class Holdings:
         """
         source: Source = checkpoint[_SOURCE]
         shards = {self._stored(source, name): shard for name, shard in self.module_shards().items()}
-        ours = dict.fromkeys(name for names in self.mesh.world.gather_objects(list(shards)) for name in names)
+        extras = {f"{MODEL}.{key}": value for key, value in source.meta.get(MODULE, {}).get(EXTRA_STATES, {}).items()}
+        places = {f"{MODEL}.{key}": module for key, module in state.extra_places(self.part).items()}
+        ours = dict.fromkeys(name for names in self.mesh.world.gather_objects([*shards, *places]) for name in names)
         known = ours.keys() | {f"{MODEL}.{alias}" for alias in self.part.aliases}
-        unexpected = [name for name in source.entries if name.startswith(f"{MODEL}.") and name not in known and "#" not in name]
+        stored = source.entries.keys() | extras.keys()
+        unexpected = [name for name in [*source.entries, *extras] if name.startswith(f"{MODEL}.") and name not in known and "#" not in name]
         if unexpected and strict:
             raise CheckpointError(f"checkpoint {source.path} holds weights that the model has not: {', '.join(unexpected)}")
         if not strict:
-            missing = [name for name in ours if name not in source.entries]
+            missing = [name for name in ours if name not in stored]
             if missing or unexpected:
                 rank_zero_warn(
                     f"checkpoint {source.path} was not loaded whole, as strict_loading=False allows. Not in it, and left as they are: "
                     f"{', '.join(missing) or 'nothing'}. In it, but not in the model: {', '.join(unexpected) or 'nothing'}"
                 )
             shards = {name: shard for name, shard in shards.items() if name in source.entries}
+        elif untold := [name for name in ours if is_extra(name) and name not in stored]:
+            rank_zero_warn(f"checkpoint {source.path} has no {', '.join(untold)}: what get_extra_state returns there is left as it is")
         source.fill(shards)
+        for name in places.keys() & extras.keys():
+            places[name].set_extra_state(extras[name])
         if self.data_parallel is not None:
             self.data_parallel.loaded()
             self.data_parallel.settle_values()  # after a fit nobody else would wait for them

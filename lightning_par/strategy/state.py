@@ -38,7 +38,7 @@ def module_shards(assembled: Assembled, data_parallel: DataParallel | None) -> d
     for info in assembled.parameters:
         part = data_parallel.sharded_value(info.param) if data_parallel is not None else None
         if part is None:
-            shards[info.name] = Shard(info.spec, info.param.detach().reshape(-1), info.counted and mesh.data.index == 0)
+            shards[info.name] = Shard.of(info.spec, info.param, writes=info.counted and mesh.data.index == 0)
         else:
             shards[info.name] = Shard(*part, data_parallel.writes_value(info.param))
     for name, buffer in persistent_buffers(assembled).items():
@@ -49,6 +49,13 @@ def module_shards(assembled: Assembled, data_parallel: DataParallel | None) -> d
 def persistent_buffers(assembled: Assembled) -> dict[str, Tensor]:
     """The buffers of this rank's part that the state dict of the whole module had."""
     return {name: getattr(owner, key) for name, (owner, key) in buffer_places(assembled).items()}
+
+
+def extra_places(assembled: Assembled) -> dict[str, nn.Module]:
+    """The modules of this rank's part that have a ``get_extra_state``, by its key in the state dict."""
+    modules = dict(assembled.module.named_modules(remove_duplicate=False))
+    stateful = {path: module for path, module in modules.items() if type(module).get_extra_state is not nn.Module.get_extra_state}
+    return {f"{path}._extra_state".lstrip("."): module for path, module in stateful.items()}
 
 
 def buffer_places(assembled: Assembled) -> dict[str, tuple[nn.Module, str]]:
@@ -72,7 +79,7 @@ def optimizer_shards(optimizer: Optimizer, index: int, data_parallel: DataParall
                 continue
             entry = f"{OPTIMIZER}.{index}.{name}.{key}"
             if value.shape == param.shape and value.dim():
-                shards[entry] = Shard(spec.like(value.dtype), value.detach().reshape(-1), owns)
+                shards[entry] = Shard.of(spec.like(value.dtype), value, writes=owns)
             else:
                 shards[entry] = Shard.whole(value, writes=owns and spec.span.start == 0 and _is_first_block(spec))
     return shards
@@ -177,8 +184,8 @@ def empty_optimizer_state(
             for key, (shape, dtype) in by_name.get(name, {}).items():
                 if tuple(shape) == spec.shape and key != "step":
                     dtype = torch.promote_types(dtype, param.dtype)  # float32 moments may come to float64 parameters
-                    value = torch.empty(param.shape, dtype=dtype, device=param.device)
-                    shards[f"{prefix}{name}.{key}"] = Shard(spec.like(dtype), value.view(-1))
+                    value = torch.empty_like(param, dtype=dtype, requires_grad=False)
+                    shards[f"{prefix}{name}.{key}"] = Shard.of(spec.like(dtype), value)
                 else:
                     value = torch.empty(shape, dtype=dtype, device=_state_device(key, param, group))
                     shards[f"{prefix}{name}.{key}"] = Shard.whole(value, writes=False)
