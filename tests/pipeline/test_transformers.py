@@ -106,8 +106,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
 }
 
 
-SLOW = ("llama", "gpt2", "gpt2_untied")
-"""Of the quick tests left out: there are others of Llama and GPT-2."""
+SLOW = ("llama", "gpt2", "gpt2_untied", "gemma", "vit")
+"""Of the quick tests left out: there are others of Llama and GPT-2, and others of their kind."""
 
 
 def _built(name: str) -> nn.Module:

@@ -21,6 +21,8 @@ from tests.checkpoint.deepspeed import engine, ours
 from tests.checkpoint.deepspeed.engine import ORDER, SAVED, Outcome
 from tests.harness import run_world
 
+pytestmark = pytest.mark.slow
+
 MORE = 2
 STAGES = [(1, "fp32"), (2, "fp32"), (3, "fp32")]
 HALF = [(stage, dtype) for dtype in ("bf16", "fp16") for stage in (1, 2, 3)]
@@ -189,7 +191,6 @@ def test_ours_goes_on_from_its_checkpoint_as_it_does_itself(made: Made) -> None:
             torch.testing.assert_close(answers[0][place]["weights"][name], value, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 4, "zero": 3}], ids=str)
 def test_ours_goes_on_at_another_number_of_ranks(made: Made, layout: dict[str, int]) -> None:
     cases = [(1, "fp32"), (3, "fp32")]
@@ -199,7 +200,6 @@ def test_ours_goes_on_at_another_number_of_ranks(made: Made, layout: dict[str, i
             torch.testing.assert_close(answers[0][place]["weights"][name], value, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "precision"), [("bf16", "bf16-true"), ("fp16", "16-true")])
 def test_ours_goes_on_from_its_half_precision_with_its_masters_and_scale(half: Made, dtype: str, precision: str) -> None:
     cases = [(stage, dtype) for stage in (1, 2, 3)]
@@ -212,7 +212,6 @@ def test_ours_goes_on_from_its_half_precision_with_its_masters_and_scale(half: M
             torch.testing.assert_close(mine["weights"][name].float(), value, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.slow
 @by_half
 def test_its_checkpoint_in_half_precision_is_read_to_the_bit(half: Made, stage: int, dtype: str) -> None:
     _assert_reads(half, stage, dtype)
@@ -220,13 +219,11 @@ def test_its_checkpoint_in_half_precision_is_read_to_the_bit(half: Made, stage: 
     assert (scaler or {}).get("cur_scale", 1.0) == (half.straight[stage, dtype][0].scale or 1.0)
 
 
-@pytest.mark.slow
 @by_half
 def test_ours_in_half_precision_is_loaded_by_it_and_trained_on_to_the_bit(half: Made, stage: int, dtype: str) -> None:
     _assert_resumes(half, stage, dtype)
 
 
-@pytest.mark.slow
 def test_half_precision_without_zero_gives_its_masters_once_the_order_is_told(half: Made) -> None:
     plain, sharded = half.source(0, "bf16").named([ORDER], ["fixed.weight", "fixed.bias"]), half.source(1, "bf16")
     for name in half.straight[1, "bf16"][0].weights:
@@ -239,7 +236,6 @@ def _load_only(root: Path) -> list[Outcome]:
     return [engine.run(stage, dtype, 0, load=root / f"{ranks}-{stage}") for stage, dtype in STAGES]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_K1_any_stage_at_any_number_of_ranks_is_loaded_by_it(made: Made, ranks: int, tmp_path: Path) -> None:
     for stage, dtype in STAGES:
@@ -251,7 +247,6 @@ def test_K1_any_stage_at_any_number_of_ranks_is_loaded_by_it(made: Made, ranks: 
             assert_equal(outcome.moments, wanted.moments)
 
 
-@pytest.mark.slow
 @by_stage
 def test_ds_to_universal_takes_ours_and_we_read_what_it_makes(made: Made, stage: int, dtype: str, tmp_path: Path) -> None:
     ours = made.root / "ours" / f"{dtype}-{stage}"
@@ -269,7 +264,6 @@ def _round_robin(folder: Path) -> Outcome:
     return engine.run(2, "fp32", SAVED, save=folder, zero_optimization={"round_robin_gradients": True})
 
 
-@pytest.mark.slow
 def test_round_robin_gradients_are_read_to_the_bit(tmp_path: Path) -> None:
     outcome = run_world(_round_robin, 2, tmp_path, timeout=200)[0]
     source = open_deepspeed(tmp_path)
