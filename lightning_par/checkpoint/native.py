@@ -76,10 +76,15 @@ def save(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], meta: Map
     Raises:
         CheckpointError: on every rank, if any rank cannot write.
     """
+    save_awaited(folder, lambda: tensors, meta, world)
+
+
+def save_awaited(folder: str | os.PathLike[str], tensors: Callable[[], Mapping[str, Shard]], meta: Mapping[str, Any], world: Group) -> None:
+    """The same of what ``tensors`` returns: what it raises on one rank is raised on every rank."""
     target = Path(folder)
     with ExitStack() as begun:
         _on_rank_0(target, world, lambda: begun.enter_context(_begun(target)))
-        parts = _everywhere(target, world, lambda: _write(_partial(target), tensors, world.index))
+        parts = _everywhere(target, world, lambda: _write(_partial(target), tensors(), world.index))
         _on_rank_0(target, world, lambda: _complete(target, parts, meta))
 
 
@@ -192,6 +197,11 @@ def _damage_is_named(source: Path) -> Iterator[None]:
 @contextmanager
 def _begun(target: Path) -> Iterator[None]:
     """An empty ``*.partial`` to write to, ours as long as this lasts, and gone then unless it was renamed."""
+    if target.name.endswith((PARTIAL, REPLACED)):
+        raise CheckpointError(
+            f"{target}: names that end with {PARTIAL} or {REPLACED} are those of folders that are being written or deleted, and are "
+            "cleaned up; choose another name"
+        )
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file: a checkpoint of ours is a folder; choose another path or delete the file")
     partial = _partial(target)
@@ -369,7 +379,9 @@ def _everywhere(target: Path, world: Group, action: Callable[[], T]) -> list[T]:
     try:
         told = world.gather_objects((result, None if error is None else describe(error)))
     except RuntimeError as lost:
-        raise CheckpointError(f"checkpoint {target} is not saved: another rank is gone: {lost}") from (error or lost)
+        raise CheckpointError(f"checkpoint {target} is not saved: another rank is gone, or slower than the timeout: {lost}") from (
+            error or lost
+        )
     failures = [(rank, text) for rank, (_, text) in enumerate(told) if text is not None]
     if failures:
         listed = "\n".join(f"  - rank {rank}: {text}" for rank, text in failures)

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,9 +80,17 @@ class Background:
         self.wait()
         if self._apart is None:
             self._apart = apart(self._world, "gloo")
-        copies, plain = self._copies.take(tensors), copy.deepcopy(dict(meta)) if self._world.index == 0 else {}
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._start(folder, True, lambda: _write(folder, copies, plain, self._apart, device))
+        copies, plain = self._taken(tensors, meta if self._world.index == 0 else {})
+        self._start(folder, True, lambda: _write(folder, copies, plain, self._apart))
+
+    def _taken(self, tensors: Mapping[str, Shard], meta: Mapping[str, Any]) -> tuple[Callable[[], Mapping[str, Shard]], Mapping[str, Any]]:
+        """Copies: those of ``tensors`` when they can be read. What is wrong with them is raised in the thread, where ranks meet."""
+        try:
+            copies, plain = self._copies.take(tensors), copy.deepcopy(dict(meta))
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        except Exception as error:
+            return partial(_raise, error), {}
+        return lambda: _arrived(copies, device), plain
 
     def remove(self, folder: str | os.PathLike[str]) -> None:
         if self._world.index == 0 and self._under_way:
@@ -114,12 +123,20 @@ class Background:
         self._under_way.append(self._thread.submit(action))
 
 
-def _write(folder: str | os.PathLike[str], copies: Copies, meta: Mapping[str, Any], world: Group, device: int | None) -> None:
+def _raise(error: Exception) -> Mapping[str, Shard]:
+    raise error
+
+
+def _arrived(copies: Copies, device: int | None) -> Mapping[str, Shard]:
     if device is not None:
         torch.cuda.set_device(device)  # a new thread would make a context on the first one
+    copies.wait()
+    return copies.shards
+
+
+def _write(folder: str | os.PathLike[str], copies: Callable[[], Mapping[str, Shard]], meta: Mapping[str, Any], world: Group) -> None:
     try:
-        copies.wait()
-        native.save(folder, copies.shards, meta, world)
+        native.save_awaited(folder, copies, meta, world)
     except CheckpointError:
         raise
     except Exception as error:

@@ -19,8 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_par import HybridParallelStrategy, ParallelPrecision
 from lightning_par.checkpoint import CheckpointError, Shard, is_native, native, read_meta
-from lightning_par.checkpoint.copies import HostCopies
-from lightning_par.comm import Group
+from lightning_par.checkpoint.copies import Copies, HostCopies
+from lightning_par.checkpoint.savers import Background
+from lightning_par.comm import Group, Mesh
+from lightning_par.layout import ParallelLayout
 from lightning_par.strategy import saving
 from tests.checkpoint.fits import QUIET, STEPS, Net, SaveAt, assert_equal, ending, fit_world, world_size
 from tests.checkpoint.test_trainer import Worsens
@@ -167,7 +169,7 @@ def test_copies_of_cuda_tensors_are_pinned_and_ordered_with_the_stream() -> None
 def _save_each_step(folder: Path) -> tuple[list[int], int, bool]:
     """How many saves were under way at each moment, by name of the folder that was written; and on which groups the thread spoke."""
     under_way, most, foreign = [0], [0], []
-    save, gather = native.save, Group.gather_objects
+    save, gather = native.save_awaited, Group.gather_objects
 
     def counted(*arguments: Any) -> None:
         under_way[0] += 1
@@ -181,7 +183,7 @@ def _save_each_step(folder: Path) -> tuple[list[int], int, bool]:
             foreign.append(group.handle)
         return gather(group, value)
 
-    native.save, Group.gather_objects = counted, watched
+    native.save_awaited, Group.gather_objects = counted, watched
     trainer, _ = _run(ZERO1, [Do(lambda trainer: trainer.save_checkpoint(folder / f"{trainer.global_step}"))], 4)
     mesh = trainer.strategy.mesh
     training = [group.handle for group in vars(mesh).values() if isinstance(group, Group)]
@@ -214,6 +216,7 @@ def _save_after_the_fit(folder: Path) -> tuple[bool, bool, bool]:
             trainer.save_checkpoint(folder / "gone")
             trainer.strategy.remove_checkpoint(folder / "gone")
             trainer.strategy.wait_for_checkpoint()
+            trainer.strategy.barrier()  # rank 0 deletes
             waited.append((folder / "gone").exists())
             trainer.save_checkpoint(folder / "hpc_ckpt_1.ckpt")
             waited.append(is_native(folder / "hpc_ckpt_1.ckpt"))
@@ -286,6 +289,30 @@ def test_K12_a_failure_surfaces_on_every_rank_with_rank_path_and_cause(saves: in
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
+def _fail_to_copy(folder: Path, moment: str) -> str:
+    """Rank 1 has no memory for its copies: told when they are taken, or by the device while they are awaited."""
+    mesh = Mesh.build(ParallelLayout(dp=2))
+    saver, rank = Background(mesh.world), mesh.rank
+
+    def broken(*_: Any) -> Any:
+        raise MemoryError("no pinned memory is left")
+
+    if rank == 1:
+        setattr(*{"take": (HostCopies, "take"), "wait": (Copies, "wait")}[moment], broken)
+    saver.save(folder, {f"{rank}": Shard.whole(torch.ones(3), writes=True)}, {})
+    with pytest.raises(CheckpointError) as error:
+        saver.wait()
+    saver.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("moment", ["take", "wait"])
+def test_K12_copies_that_fail_on_one_rank_raise_on_all_at_once(moment: str, tmp_path: Path) -> None:
+    for message in run_world(_fail_to_copy, 2, tmp_path / "last", moment):
+        assert message == f"saving checkpoint {tmp_path / 'last'} failed:\n  - rank 1: MemoryError: no pinned memory is left"
+    assert not [*tmp_path.iterdir()]
+
+
 def _hang_while_writing(folder: Path) -> tuple[str, bool]:
     """Rank 1 does not write until rank 0 has given up, or a minute has passed."""
     given_up = folder / "given up"
@@ -304,7 +331,7 @@ def _hang_while_writing(folder: Path) -> tuple[str, bool]:
 
 def test_a_rank_that_hangs_while_it_writes_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
     for message, given_up in run_world(_hang_while_writing, 2, tmp_path):
-        assert f"checkpoint {tmp_path / 'saved'} is not saved: another rank is gone" in message
+        assert f"checkpoint {tmp_path / 'saved'} is not saved: another rank is gone, or slower than the timeout" in message
         assert given_up
     assert not is_native(tmp_path / "saved")
 

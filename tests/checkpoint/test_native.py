@@ -16,7 +16,8 @@ import torch
 from lightning_par.checkpoint import CheckpointError, Shard, convert, is_native, native, read_index, read_meta, read_tensors, save
 from lightning_par.checkpoint.files import held
 from lightning_par.checkpoint.index import IndexReader
-from lightning_par.comm import Mesh
+from lightning_par.comm import Group, Mesh
+from lightning_par.comm.trace import Trace
 from lightning_par.layout import ParallelLayout, ShardSpec, Span, split
 from tests.checkpoint.fits import fit, fit_world
 from tests.harness import WorldError, run_world
@@ -142,6 +143,13 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(WorldError, match=r"(?s)rank 0 ---.*data holds files that are none of ours.*rank 1 ---.*holds files"):
         run_world(_save, 2, tmp_path / "data")
     assert (tmp_path / "data" / "precious").read_text() == "a file"
+
+
+@pytest.mark.parametrize("ending", [native.PARTIAL, native.REPLACED])
+def test_names_of_folders_that_are_cleaned_up_are_refused(ending: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"x\{ending}: names that end with .* choose another name"):
+        save(tmp_path / f"x{ending}", {}, {}, Group("world", trace=Trace()))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_K13_an_empty_folder_and_a_link_give_way(tmp_path: Path) -> None:
