@@ -58,12 +58,13 @@ def open_hf(path: Path) -> Source:
         config = json.loads((path / CONFIG).read_text())
         files = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values())) if (path / INDEX).is_file() else [SINGLE]
         entries = {f"{MODEL}.{name}": entry for file in files for name, entry in _tensors(path / file).items()}
-    except (OSError, ValueError, KeyError, struct.error) as error:
+        facts = {"model_type": config.get("model_type")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"{path} is damaged or incomplete: {type(error).__name__}: {error}") from error
     names = [name.removeprefix(f"{MODEL}.") for name in entries]
     told = {"aliases": {name: name for name in names}, "buffers": [], HUGGINGFACE: {"prefix": "", "config": config}}
     meta = {MODULE: told, OPTIMIZERS: [], "lr_schedulers": []}
-    return Source(path, "Hugging Face", meta, entries, {"model_type": config.get("model_type")})
+    return Source(path, "Hugging Face", meta, entries, facts)
 
 
 def hf_part(source: Source) -> Source:
@@ -139,17 +140,20 @@ def _write(file: Path, members: Mapping[str, tuple[tuple[int, ...], torch.dtype]
 
 
 def _tensors(file: Path) -> dict[str, Entry]:
+    size = file.stat().st_size
     with open(file, "rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(length))
+        start = 8 + length
+        header = json.loads(opened.read(length)) if start <= size else None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} is damaged: it does not begin with the header of a safetensors file")
     header.pop("__metadata__", None)
     dtypes = {name: dtype for dtype, name in NAMES.items()}
-    start, size = 8 + length, file.stat().st_size
     found = {}
     for name, told in header.items():
         begin, end = told["data_offsets"]
         shape, dtype = tuple(told["shape"]), dtypes[told["dtype"]]
-        if end - begin != _bytes(shape, dtype) or start + end > size:
+        if end - begin != _bytes(shape, dtype) or begin < 0 or start + end > size:
             raise CheckpointError(f"{file} is damaged: {name} does not fit in it")
         found[name] = Entry(shape, dtype, partial(_read, file, start + begin, shape, dtype))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,29 @@ def test_many_files_and_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     first.write_bytes(first.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match=rf"{first.name} is damaged"):
         open_checkpoint(tmp_path / "out")
+
+
+HEADERS = {
+    "a length beyond the file": (2**62, b"{}"),
+    "a list": (None, b"[1, 2]"),
+    "no tensor": (None, b'{"weight": 1}'),
+    "no numbers": (None, b'{"weight": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}'),
+    "no JSON": (None, b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("told", HEADERS.values(), ids=HEADERS)
+def test_a_damaged_header_is_named(told: tuple[int | None, bytes], tmp_path: Path) -> None:
+    length, header = told
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
+    with pytest.raises(CheckpointError, match=r"is damaged"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert not open_checkpoint(tmp_path).entries
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"is damaged"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_module_without_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
