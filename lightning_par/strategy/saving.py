@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -41,6 +41,7 @@ from lightning_par.checkpoint import (
     open_checkpoint,
     plain,
 )
+from lightning_par.checkpoint.native import describe
 from lightning_par.checkpoint.savers import Background, Saver
 from lightning_par.comm import Group, Meeting, Mesh
 from lightning_par.strategy import state
@@ -51,6 +52,7 @@ PATIENCE = timedelta(minutes=5)
 """How long a rank that saves a checkpoint waits for the others to do so."""
 PATIENCE_AFTER_EXCEPTION = timedelta(seconds=3)
 """The same for a rank that was thrown out of its run: the others may be in the middle of a step."""
+T = TypeVar("T")
 
 
 class Attendance:
@@ -189,18 +191,13 @@ class Holdings:
         Raises:
             CheckpointError: on every rank, if any does not see a complete checkpoint.
         """
-        source, fault = None, None
-        try:
+
+        def read() -> Source:
             source = open_checkpoint(filepath)
             source.check(index=self.mesh.rank, ranks=self.mesh.world.size)
-        except CheckpointError as error:
-            fault = str(error)
-        faults = {rank: text for rank, text in enumerate(self.mesh.world.gather_objects(fault)) if text is not None}
-        if source is None or faults:
-            raise CheckpointError(
-                f"ckpt_path={str(filepath)!r} cannot be loaded, as ranks {list(faults)} see it: {next(iter(faults.values()))}. Each rank "
-                "reads its own part, so it must lie on storage that every rank reaches"
-            )
+            return source
+
+        source = self._everywhere(f"ckpt_path={str(filepath)!r}", read)
         if source.is_numbered and self.orders:
             order, certain = self._whole_orders()
             if not certain:
@@ -239,12 +236,34 @@ class Holdings:
             shards = {name: shard for name, shard in shards.items() if name in source.entries}
         elif untold := [name for name in ours if is_extra(name) and name not in stored]:
             rank_zero_warn(f"checkpoint {source.path} has no {', '.join(untold)}: what get_extra_state returns there is left as it is")
-        source.fill(shards)
-        for name in places.keys() & extras.keys():
-            places[name].set_extra_state(extras[name])
+
+        def fill() -> None:
+            source.fill(shards)
+            for name in places.keys() & extras.keys():
+                places[name].set_extra_state(extras[name])
+
+        self._everywhere(f"the model from {source.path}", fill)
         if self.data_parallel is not None:
             self.data_parallel.loaded()
             self.data_parallel.settle_values()  # after a fit nobody else would wait for them
+
+    def _everywhere(self, what: str, action: Callable[[], T]) -> T:
+        """What ``action``, which talks to no other rank, returns; if it fails on one, all raise what was to be loaded and why it is not."""
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as exception:
+            error = exception
+        faults: dict[str, list[int]] = {}
+        for rank, text in enumerate(self.mesh.world.gather_objects(None if error is None else describe(error))):
+            if text is not None:
+                faults.setdefault(text, []).append(rank)
+        if faults:
+            told = "; ".join(f"as ranks {ranks} see it: {text}" for text, ranks in faults.items())
+            raise CheckpointError(
+                f"{what} cannot be loaded, {told}. Each rank reads its own part, so it must lie on storage that every rank reaches"
+            ) from error
+        return cast("T", result)
 
     def _stored(self, source: Source, name: str) -> str:
         """The entry of one of our parameters or buffers: a checkpoint may have another of its names, if it is tied."""
@@ -263,9 +282,15 @@ class Holdings:
             return  # weights that training begins with
         if len(metas) != len(self.optimizers):
             raise CheckpointError(
-                f"checkpoint {source.path} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}. To go on "
-                "from its weights with optimizers that begin anew, give the strategy restore_optimizer=False"
+                f"checkpoint {source.path} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}. "
+                f"{state.ANEW}"
             )
+        state.require_states(source)
+        self._everywhere(f"the state of optimizers from {source.path}", lambda: self._fill_optimizers(source, metas))
+        self.restore_rng(checkpoint)
+
+    def _fill_optimizers(self, source: Source, metas: Sequence[Mapping[str, Any]]) -> None:
+        assert self.data_parallel is not None
         stored = {name: (torch.Size(entry.shape), entry.dtype) for name, entry in source.entries.items()}
         for index, (optimizer, meta) in enumerate(zip(self.optimizers, metas, strict=True)):
             tensors, unused = state.lacking(source, index, meta)
@@ -275,7 +300,6 @@ class Holdings:
                 rank_zero_warn(f"checkpoint {source.path} has no state of optimizer {index} for {', '.join(unused)}: it begins anew")
             source.fill(state.empty_optimizer_state(optimizer, index, self.data_parallel, stored))
             state.apply_optimizer_meta(optimizer, meta, self.data_parallel)
-        self.restore_rng(checkpoint)
 
     def restore_rng(self, checkpoint: Mapping[str, Any]) -> None:
         """Set this rank's random generators: under another layout, to those of a rank that there was."""

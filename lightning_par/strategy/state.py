@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, RNG, CheckpointError, Shard, Source, find_layers
-from lightning_par.checkpoint.source import states
+from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers
+from lightning_par.checkpoint.source import LOSS_SCALE, states
 from lightning_par.comm import Group, Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.strategy.assemble import Assembled
 from lightning_par.zero import DataParallel
 
+ANEW = "To go on from its weights with optimizers that begin anew, give the strategy restore_optimizer=False"
 Orders = list[list[list[str]]]
 """The names of the parameters that each optimizer was given, group by group, in its order."""
 
@@ -198,13 +199,14 @@ def lacking(source: Source, index: int, meta: Mapping[str, Any]) -> tuple[list[s
 
     Returns:
         Tensors that other parameters of their group, of as many dims, have; and parameters without any state while others of their group
-        have one, as those have that were never used.
+        have one, or should, as those have that were never used.
     """
     found, tensors, unused = states(source, index), [], []
-    frozen = source.meta.get(MODULE, {}).get("frozen", ())
+    frozen, begun = source.meta.get(MODULE, {}).get("frozen", ()), _steps(source) > 0
     for group in meta["groups"]:
         stateful = [name for name in group["params"] if name in found]
-        unused += [name for name in group["params"] if stateful and name not in found and name not in frozen]
+        expected = stateful or (begun and _leaves_state(group))
+        unused += [name for name in group["params"] if expected and name not in found and name not in frozen]
         keys: dict[int, set[str]] = {}
         for name in stateful:
             keys.setdefault(_dims(source, name), set()).update(found[name])
@@ -212,6 +214,28 @@ def lacking(source: Source, index: int, meta: Mapping[str, Any]) -> tuple[list[s
             f"{OPTIMIZER}.{index}.{name}.{key}" for name in stateful for key in sorted(keys[_dims(source, name)] - found[name].keys())
         ]
     return tensors, unused
+
+
+def require_states(source: Source) -> None:
+    """Raise a CheckpointError if steps were taken that leave moments, and no optimizer has any."""
+    metas, frozen = source.meta[OPTIMIZERS], source.meta.get(MODULE, {}).get("frozen", ())
+    keys = {key for index in range(len(metas)) for entries in states(source, index).values() for key in entries}
+    keys |= {key for meta in metas for scalars in meta["scalars"].values() for key in scalars}
+    trained = [group for meta in metas for group in meta["groups"] if not set(group["params"]) <= set(frozen)]
+    if _steps(source) > 0 and not keys - {"step"} and any(map(_leaves_state, trained)):
+        raise CheckpointError(
+            f"checkpoint {source.path} was saved after {source.meta['global_step']} steps, but has no state of any optimizer. {ANEW}"
+        )
+
+
+def _steps(source: Source) -> int:
+    """Steps that changed weights, as far as the checkpoint tells."""
+    return source.meta.get("global_step", 0) - source.meta.get(LOSS_SCALE, {}).get("skipped", 0)
+
+
+def _leaves_state(group: Mapping[str, Any]) -> bool:
+    """Whether the optimizer remembers moments of these parameters once it has stepped them."""
+    return bool(group.get("betas") or group.get("momentum"))
 
 
 def _dims(source: Source, name: str) -> int:
@@ -223,16 +247,19 @@ def apply_optimizer_meta(optimizer: Optimizer, meta: Mapping[str, Any], data_par
     """Set the hyperparameters of the param groups (in place: schedulers hold them) and state that is no tensor.
 
     Raises:
-        CheckpointError: no group of the checkpoint holds the parameters of one of ours.
+        CheckpointError: no group of the checkpoint holds a parameter that is trained.
     """
+    known = {name for group in meta["groups"] for name in group["params"]}
+    trained = [data_parallel.held(param)[0] for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if unknown := [name for name in trained if name not in known]:
+        raise CheckpointError(
+            f"the checkpoint has no optimizer group for {', '.join(unknown)}: was the optimizer built from other parameters? {ANEW}"
+        )
     for place, group in enumerate(optimizer.param_groups):
         names = [data_parallel.held(param)[0] for param in group["params"]]
-        trained = [data_parallel.held(param)[0] for param in group["params"] if param.requires_grad]
         source = next((saved for saved in meta["groups"] if set(names) & set(saved["params"])), None)
-        if source is None and not trained and place < len(meta["groups"]):
+        if source is None and place < len(meta["groups"]):
             source = meta["groups"][place]  # this rank holds no part of the group, but its schedulers and loggers read it
-        if source is None and trained:
-            raise CheckpointError(f"the checkpoint has no optimizer group for {names[0]}: was the optimizer built from other parameters?")
         if source is not None:
             group.update({key: value for key, value in source.items() if key != "params"})
         for param in group["params"]:

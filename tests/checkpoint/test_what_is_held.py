@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy, convert
 from lightning_par.checkpoint import CheckpointError
+from lightning_par.strategy import saving
 from tests.checkpoint.fits import QUIET
 from tests.harness import run_world
 
@@ -139,3 +140,89 @@ def _count(folder: Path) -> None:
 
 def test_K2_what_modules_keep_besides_tensors_is_saved_and_loaded_or_named(tmp_path: Path) -> None:
     run_world(_count, 1, tmp_path)
+
+
+class Freezing(Base):
+    """Its optimizer has all parameters, or none of the second layer."""
+
+    def __init__(self, seed: int, part: bool = False, momentum: float | None = None) -> None:
+        super().__init__(seed)
+        self.more, self.part, self.momentum = nn.Linear(2, 1), part, momentum
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.more(self.line(batch)).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        self.more.requires_grad_(not self.part)
+        params = self.line.parameters() if self.part else self.parameters()
+        return torch.optim.AdamW(params, lr=1e-2) if self.momentum is None else torch.optim.SGD(params, lr=1e-2, momentum=self.momentum)
+
+
+def _emptied(path: Path) -> Path:
+    """A copy as a single file, without the optimizer's state."""
+    convert(path, path.with_suffix(".whole"), "ckpt")
+    saved = torch.load(path.with_suffix(".whole"), weights_only=True)
+    saved["optimizer_states"][0]["state"] = {}
+    torch.save(saved, path.with_suffix(".ckpt"))
+    return path.with_suffix(".ckpt")
+
+
+def _resume_with_less(folder: Path) -> None:
+    trained(Freezing(0, True), 2, save=folder / "part")
+    with pytest.raises(CheckpointError, match=r"no optimizer group for more\.weight, more\.bias: .*restore_optimizer=False"):
+        trained(Freezing(0), 3, resume=folder / "part")
+    trained(Freezing(0), 3, resume=folder / "part", restore_optimizer=False)
+    trained(Freezing(0, True), 3, resume=folder / "part")
+    for name, momentum, kept in (("adam", None, True), ("moved", 0.9, True), ("plain", 0.0, False)):
+        trained(Freezing(0, momentum=momentum), 2, save=folder / name)
+        emptied = _emptied(folder / name)
+        if kept:
+            with pytest.raises(CheckpointError, match=r"saved after 2 steps, but has no state of any optimizer\..*restore_optimizer=False"):
+                trained(Freezing(0, momentum=momentum), 3, resume=emptied)
+        else:
+            assert trained(Freezing(0, momentum=momentum), 3, resume=emptied).global_step == 3
+    convert(folder / "adam", folder / "universal", "universal")
+    for file in (folder / "universal").rglob("exp_avg*.pt"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="has no state of any optimizer"):
+        trained(Freezing(0), 3, resume=folder / "universal")
+
+
+def test_K7_state_of_optimizers_that_is_not_there_is_named(tmp_path: Path) -> None:
+    run_world(_resume_with_less, 1, tmp_path)
+
+
+class Longer(Base):
+    def __init__(self, seed: int, more: bool) -> None:
+        super().__init__(seed)
+        if more:
+            self.tail = nn.Parameter(torch.zeros(3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.tail.sum() if hasattr(self, "tail") else loss
+
+
+def _resume_longer(folder: Path) -> list[str]:
+    told = []
+    trained(Longer(0, False), 2, dp=2, zero=3, save=folder / "last")
+    with pytest.raises(CheckpointError) as error:
+        trained(Longer(0, True), 3, dp=2, zero=3, resume=folder / "last")
+    told.append(str(error.value))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as error:  # noqa: PT012
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(saving, "open_checkpoint", _forbidden)
+        trained(Longer(0, False), 3, dp=2, zero=3, resume=folder / "last")
+    return [*told, str(error.value)]
+
+
+def _forbidden(_: Path) -> None:
+    raise PermissionError("not for this rank")
+
+
+def test_L11_what_one_rank_cannot_load_all_ranks_raise(tmp_path: Path) -> None:
+    first, second = run_world(_resume_longer, 2, tmp_path)
+    assert first == second
+    assert "model.tail is missing" in first[0]
+    assert "as ranks [1] see it" in first[1]
+    assert "not for this rank" in first[1]
