@@ -4,8 +4,9 @@ Note [One lane a direction]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A receive is started long before its message comes, and must not hold up a send the other way. On gloo it never does. NCCL runs what
 goes through one communicator in order, so there each direction between two ranks is a process group of its own; all of them are
-made, and used once, when the lanes are opened, since the first use of a communicator waits for the other side. gloo cannot send
-CUDA tensors: they go through a copy on the CPU.
+made, and used once, when the lanes are opened, since the first use of a communicator waits for the other side. torch names a group that
+only its ranks make after how many groups each of them has made before: so whoever is not of a lane makes a group of its own instead, and
+all have made as many. gloo cannot send CUDA tensors: they go through a copy on the CPU.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ class Lanes:
         """Lanes for these (sender, receiver) pairs; every rank of the group must call, with the same pairs."""
         lanes = cls(group)
         for sender, receiver in sorted(set(pairs)):
-            if group.index in (sender, receiver):
-                handle = group.handle if group._is_gloo else _new_lane(group, sender, receiver)
-                (lanes._to if group.index == sender else lanes._from)[receiver if group.index == sender else sender] = handle
+            handle = group.handle if group._is_gloo else _new_lane(group, sender, receiver)
+            if group.index == sender:
+                lanes._to[receiver] = handle
+            elif group.index == receiver:
+                lanes._from[sender] = handle
         if not group._is_gloo and (lanes._to or lanes._from):
             lanes._greet()
         return lanes
@@ -83,5 +86,7 @@ class Lanes:
 
 
 def _new_lane(group: Group, sender: int, receiver: int) -> dist.ProcessGroup:
-    ranks = sorted((group.ranks[sender], group.ranks[receiver]))
+    """A process group of the two; on the other ranks one of the rank alone. See Note [One lane a direction]."""
+    members = (sender, receiver) if group.index in (sender, receiver) else (group.index,)
+    ranks = sorted(group.ranks[index] for index in members)
     return dist.new_group(ranks, timeout=group.timeout, use_local_synchronization=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_par.comm import Group, Lanes, Mesh
+from lightning_par.comm import Group, Lanes, Mesh, apart
 from lightning_par.layout import ParallelLayout
 from tests.harness import run_world
 
@@ -68,3 +68,25 @@ def _waits_alone(timeout: timedelta) -> None:
 
 def test_subgroups_and_lanes_wait_for_as_long_as_they_are_told() -> None:
     run_world(_waits_alone, 4, timedelta(seconds=1), timeout=60)
+
+
+def _a_group_each(size: int) -> None:
+    mesh = Mesh.build(ParallelLayout(pp=size).resolve(size))
+    pairs = [pair for i in range(size - 1) for pair in ((i, i + 1), (i + 1, i))]
+    with patch.object(Group, "_is_gloo", False), patch.object(Lanes, "_greet"):
+        lanes = Lanes.open(mesh.pp, pairs)
+    neighbours = [peer for peer in (mesh.rank - 1, mesh.rank + 1) if 0 <= peer < size]
+    inbox = {peer: torch.empty(1) for peer in neighbours}
+    works = [lanes.receive([inbox[peer]], peer) for peer in neighbours]
+    works += [lanes.send([torch.full((1,), 10.0 * mesh.rank + peer)], peer) for peer in neighbours]
+    for work in works:
+        work.wait()
+    assert {peer: word.item() for peer, word in inbox.items()} == {peer: 10 * peer + mesh.rank for peer in neighbours}
+    total = torch.ones(1)
+    apart(mesh.world).all_reduce(total)
+    assert total.item() == size
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_lanes_of_their_own_open_in_the_middle_too_and_so_does_what_is_made_after_them(size: int) -> None:
+    run_world(_a_group_each, size, size, timeout=60)
