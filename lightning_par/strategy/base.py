@@ -358,7 +358,7 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._batch_idx = batch_idx
-        self._place.begin_batch(self.lightning_module.trainer, batch_idx)
+        self._place.begin_batch(self.lightning_module.trainer, batch_idx, lambda: state.persistent_buffers(self._part))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

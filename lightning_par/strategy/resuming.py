@@ -15,7 +15,7 @@ orders the samples::
     own division, data without a length         another number of replicas is refused
 
 Gradients that wait for the next optimizer step are in no checkpoint. One that is saved between two steps is that of the earlier one: its
-place in the data, and its random generators, are those with which the accumulation at hand began.
+place in the data, its random generators and its buffers are those with which the accumulation at hand began.
 
 Random generators are restored once the dataloader's iterator is made in the middle of an epoch, since making it draws from them, which the
 straight run did when the epoch began. What workers draw inside of a dataset does not go on: they start from another seed.
@@ -24,17 +24,18 @@ straight run did when the epoch began. What workers draw inside of a dataset doe
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_par.checkpoint import CheckpointError, plain
+from lightning_par.checkpoint import CheckpointError, Shard, plain
 from lightning_par.comm import Mesh
 from lightning_par.strategy import progress, seams
 from lightning_par.strategy.loaders import NextEpoch, Onward, StateOfGiven
@@ -66,13 +67,28 @@ class _Resumed:
     entered: int = 0
 
 
+@dataclass(frozen=True)
+class _Window:
+    """The accumulation at hand: its first batch, and what was then: random generators, and persistent buffers by name."""
+
+    first: int
+    generators: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+    def put_back(self, weights: dict[str, Shard]) -> None:
+        """Set the generators to what they were; ``weights``, to be saved, get the buffers."""
+        set_generators(self.generators)
+        for name in weights.keys() & self.buffers.keys():
+            weights[name] = replace(weights[name], data=self.buffers[name])
+
+
 class DataPlace:
     """Of one strategy. All ranks call each method together. See Note [The next sample]."""
 
     def __init__(self) -> None:
         self._resumed: _Resumed | None = None
         self._restored: dict[str, Tensor] | None = None  # generators, before iterators were made
-        self._window: tuple[int, dict[str, Tensor]] = (-1, {})  # the first batch of the accumulation at hand, and the generators then
+        self._window = _Window(-1, {}, {})
         self._loaders: CombinedLoader | None = None  # those that were begun with
         self._untouched: dict[str, Any] | None = None  # what the checkpoint told, until then
         self._epoch = 0
@@ -182,17 +198,21 @@ class DataPlace:
             for sampler in filter(None, map(_sampler, self._loaders.flattened)):
                 sampler.drop_rest()
 
-    def begin_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
-        """A batch was fetched, and its step comes next."""
+    def begin_batch(self, trainer: pl.Trainer, batch_idx: int, buffers: Callable[[], Mapping[str, Tensor]]) -> None:
+        """A batch was fetched, and its step comes next; it may change ``buffers``, the persistent ones."""
         self._loaders, self._epoch = seams.train_loaders(trainer), trainer.current_epoch
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._window = (batch_idx, generators())
+            copies = {name: buffer.detach().clone(memory_format=torch.contiguous_format) for name, buffer in buffers().items()}
+            self._window = _Window(batch_idx, generators(), copies)
 
     # --- in checkpoints
 
     @contextmanager
     def written(self, checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> Iterator[None]:
-        """Inside the block Lightning's ``checkpoint`` tells the place, and random generators are those that belong to it."""
+        """Inside the block Lightning's ``checkpoint`` tells the place, and random generators are those that belong to it.
+
+        Its buffers are so for good.
+        """
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops is None or self._loaders is None or not seams.takes_batches(trainer):
             if self._untouched is not None and self._loaders is None:
@@ -211,8 +231,8 @@ class DataPlace:
             "states": _states(loops, mesh),
         }
         with generators_kept() if back is not None else nullcontext():
-            if back is not None and back == self._window[0]:
-                set_generators(self._window[1])
+            if back is not None and back == self._window.first:
+                self._window.put_back(checkpoint["state_dict"])
             yield
 
     def read(self, checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> AbstractContextManager:

@@ -348,6 +348,31 @@ def test_K10_K11_between_two_optimizer_steps_the_run_goes_back_to_the_earlier(tm
         assert ranks == [steps[back[name] :] for steps in straight], name
 
 
+class Normed(Notes):
+    """Each batch counts in its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(0, torch.nn.BatchNorm1d(1))
+
+
+def _fit_normed(folder: Path) -> list[dict[str, Tensor]]:
+    ends = []
+    for moments, resume in (({"between": ("batch", 3)}, None), ({}, folder / "between")):
+        L.seed_everything(3, verbose=False)
+        module, how = Normed(), QUIET | LIMITS["epochs"] | {"accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
+        trainer = L.Trainer(devices=1, strategy=HybridParallelStrategy(dp=1), callbacks=[SaveWhen(folder, moments)], **how)
+        trainer.fit(module, shuffled(BATCH, 1, 0), ckpt_path=resume)
+        ends.append({name: value.clone() for name, value in module.state_dict().items()})
+    return ends
+
+
+def test_K10_between_two_optimizer_steps_no_batch_counts_twice_in_buffers(tmp_path: Path) -> None:
+    ((straight, resumed),) = run_world(_fit_normed, 1, tmp_path)
+    assert straight["layers.0.num_batches_tracked"] == 3 * EPOCH
+    assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
+
+
 @pytest.mark.slow
 def test_K10_K11_a_run_that_failed_within_a_step_takes_that_step_again(tmp_path: Path) -> None:
     for accumulate, back in ((1, 6), (2, 6), (3, 4)):
