@@ -77,7 +77,7 @@ def open_native(path: Path) -> Source:
     index = native.read_index(path)
     meta = native.read_meta(path)
     entries = {name: entry(name, *told) for name, told in index.items()}
-    return NativeSource(path, "native folder", meta, entries, {"layout": meta.get("layout")}, tuple(index))
+    return NativeSource(path, "native folder", meta, entries, {"layout": meta.get("layout")}, stored=tuple(index))
 
 
 def write_native(source: Source, path: Path) -> None:
@@ -136,7 +136,8 @@ def open_single(path: Path) -> Source:
         metas.append(told)
     entries |= {name: Entry.of(value) for name, value in extra.get("rng", {}).items()}
     told = extra.get(MODULE, {"aliases": aliases}) | ({EXTRA_STATES: extras} if extras else {})
-    source = Source(path, "single file", meta | {OPTIMIZERS: metas, MODULE: told} | extra.get("meta", {}), entries)
+    meta |= {OPTIMIZERS: metas, MODULE: told} | extra.get("meta", {})
+    source = Source(path, "single file", meta, entries, files=(path,))
     return source.named(extra["names"]) if "names" in extra else source
 
 

@@ -205,3 +205,34 @@ def test_numbered_state_of_another_shape_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "plain.ckpt").named([["1.weight", "1.bias", "0.weight", "0.bias"]])
     write_single(synthetic(), tmp_path / "ours.ckpt")
     assert not open_checkpoint(tmp_path / "ours.ckpt").is_numbered
+
+
+@pytest.mark.parametrize("name", ["ckpt", "zero1", "zero3", "universal"])
+def test_K13_a_changed_bit_in_a_file_of_torch_is_found(name: str, native: Path, tmp_path: Path) -> None:
+    convert(native, tmp_path / "other", TARGETS[name][0], target=TARGETS[name][1])
+    open_checkpoint(tmp_path / "other").check()
+    wanted = synthetic().read("model.embed.weight").numpy().tobytes()[:16]
+    found = [file for file in [tmp_path / "other", *(tmp_path / "other").rglob("*.pt")] if file.is_file() and wanted in file.read_bytes()]
+    data = bytearray(found[0].read_bytes())
+    data[data.index(wanted) + 3] ^= 0x40
+    found[0].write_bytes(data)
+    source = open_checkpoint(tmp_path / "other")
+    place = source.files.index(found[0])
+    for index in range(2):  # ranks that share the work
+        if index == place % 2:
+            with pytest.raises(CheckpointError, match=rf"{found[0].name} holds other bytes than were written \(Bad CRC-32"):
+                source.check(index=index, ranks=2)
+        else:
+            source.check(index=index, ranks=2)
+    with pytest.raises(CheckpointError, match=r"is damaged: .* holds other bytes"):
+        convert(tmp_path / "other", tmp_path / "again", "native")
+
+
+def test_files_that_torch_wrote_without_checksums_load(native: Path, tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        convert(native, tmp_path / "last.ckpt", "ckpt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    open_checkpoint(tmp_path / "last.ckpt").check()

@@ -87,15 +87,16 @@ def open_deepspeed(path: Path, joining: Joining | None = None) -> Source:
         sources = [_whole(path, folder, models, shards) for models, shards in parts]
     if joining.layers is not None:
         sources = [tell_layers(source, joining.layers) for source in sources]
+    files = tuple(sorted(folder.glob("*_states.pt")))
     if len(sources) == 1:
-        return sources[0]
+        return replace(sources[0], files=files)
     if any(source.is_numbered for source in sources):
         raise CheckpointError(
             f"{folder} was written by {len(sources)} tensor ranks without ZeRO, which number the parameters of their optimizers, so that "
             "their state cannot be joined: save with ZeRO stage 1, which holds the same"
         )
     whole = join(sources, joining.tp_plan, first.get("universal_checkpoint_info") or {})
-    return replace(whole, facts=whole.facts | {"tensor_ranks": len(sources)})
+    return replace(whole, facts=whole.facts | {"tensor_ranks": len(sources)}, files=files)
 
 
 def load_models(folder: Path, rank: int = 0) -> list[Mapping[str, Any]]:

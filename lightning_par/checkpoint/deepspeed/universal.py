@@ -70,7 +70,7 @@ def open_universal(path: Path) -> Source:
     module, told = module_entries(models, trained)
     facts = {key: models[0].get(key) for key in ("ds_version", "skipped_steps", "global_samples")} | {"loss_scaler": scaler_facts(state)}
     meta = client_meta(models[0], told, [{"groups": groups, "scalars": {}}], facts)
-    return Source(path, "DeepSpeed, universal", meta, module | entries, facts)
+    return Source(path, "DeepSpeed, universal", meta, module | entries, facts, tuple(sorted(folder.rglob("*.pt"))))
 
 
 def _there(file: Path) -> Path:
