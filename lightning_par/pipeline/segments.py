@@ -37,6 +37,8 @@ class Segments:
         self._entry: Tensor | None = None
         self.ran: set[int] = set()
         """Layers that ran."""
+        self.behind: dict[Tensor, int] = {}
+        """The layer behind whose output a leaf is, for each leaf there."""
 
     @contextmanager
     def cut(self) -> Iterator[None]:
@@ -59,7 +61,10 @@ class Segments:
         args, kwargs = self._turn(index + 1 if index else 0, (args, kwargs))
         self.ran.add(index)
         with self._at_work(layer), saved_tensors_hooks(_itself, _itself):  # who checkpoints the layer must not see this
-            return self._turn(index + 1, layer(*args, **kwargs))
+            output = self._turn(index + 1, layer(*args, **kwargs))
+        if self._entry is not None:
+            self.behind[self._entry] = index
+        return output
 
     def _turn(self, segment: int, values: Any) -> Any:
         """The same values, at the beginning of the next segment's graph."""

@@ -108,7 +108,7 @@ def place(
         uses: what a dry run has seen.
 
     Raises:
-        PipelineError: the module has no layer list, or one that cannot be spread so.
+        PipelineError: the module has no layer list, one that cannot be spread so, or a skip connection from one stage past the next.
     """
     name = find_layers(module, layers)
     members = module.get_submodule(name)._modules
@@ -131,7 +131,23 @@ def place(
                 f"{stages} stages: place each layer once"
             )
         spans = [Span(stop - size, stop) for size, stop in zip(balance, accumulate(balance), strict=True)]
-    return Placement(name, tuple(members), tuple(spans), tuple(before), tuple(after))
+    placement = Placement(name, tuple(members), tuple(spans), tuple(before), tuple(after))
+    _check_skips(placement, uses or Uses())
+    return placement
+
+
+def _check_skips(placement: Placement, uses: Uses) -> None:
+    """No stage begins within a skip connection: all that it knows of earlier layers is what the last of them returned."""
+    for giver, user in sorted(uses.skips):
+        for span in placement.spans[1:]:
+            if giver + 1 < span.start <= user:
+                names = [f"{placement.layers}.{name}" for name in placement.members]
+                place = f"at {names[user]}" if user < len(names) else "after the layers"
+                raise PipelineError(
+                    f"the output of {names[giver]} is used again {place}, but a pipeline stage begins between them, at "
+                    f"{names[span.start]}: it knows only what {names[span.start - 1]} returned. Carry it through the layers with the "
+                    "hidden state (x, kept = layer(x, kept)), choose by balance=(...) stages that begin elsewhere, or use pp=1"
+                )
 
 
 def cut(module: nn.Module, placement: Placement, stages: Collection[int]) -> StageLayers:

@@ -1,15 +1,28 @@
-"""In which order a module's parts are used, seen in a dry run: on the meta device, where nothing is computed and nothing takes memory."""
+"""In which order a module's parts are used, seen in a dry run: on the meta device, where nothing is computed and nothing takes memory.
+
+Note [What a dry run sees]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+All floating parameters need a gradient there, and the graph of each segment (see ``segments``) tells which of them it was computed from.
+The graph ends where gradients do. So what the modules beside the layers return is looked at as well, the outermost ones that can be
+called: a floating tensor without a graph (of an encoder under ``no_grad``) is given one, from the module's parameters and what the module
+was given; whole numbers (tokens, labels) cannot have one, so that a module which returns them before the layers must be everywhere. A
+module also counts as used where it is called, since there it must answer.
+
+What a layer returned begins a graph; if that is found in a later segment than the next one, the output has been used a second time, a
+skip connection past layers. It is right as long as no stage begins within it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_par.pipeline.aside import aside, lent
 from lightning_par.pipeline.segments import Segments
@@ -19,38 +32,88 @@ from lightning_par.pipeline.segments import Segments
 class Uses:
     """Parameters by where they are used: before the layers, inside (or between) them, after them.
 
-    A name is that of the module through which one was used: of a tie, each module uses its own.
+    A name is that of the module through which one was used: of a tie, each module uses its own. ``skips`` are pairs of a layer and a later
+    one (as many as there are layers: what comes after them) that uses its output, too.
     """
 
     before: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
     after: frozenset[str] = frozenset()
+    skips: frozenset[tuple[int, int]] = frozenset()
 
     def of(self, parameters: Collection[str]) -> frozenset[str]:
         """Where any of these is used."""
-        return frozenset(place for place, names in vars(self).items() if names & set(parameters))
+        return frozenset(place for place in ("before", "inside", "after") if getattr(self, place) & set(parameters))
 
 
 def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: Any) -> Uses:
     """Run the user's step on a batch without its numbers, and see. Raises what the step raises: it may need numbers.
 
+    See Note [What a dry run sees].
+
     Args:
         step: takes a batch and returns what comes of it: its loss, or whatever matters.
     """
     meta = torch.device("meta")
-    found: list[set[Tensor]] = []
+    count = len(module.get_submodule(layers))
+    before, inside, after = found = set[Tensor](), set[Tensor](), set[Tensor]()
+    skips: set[tuple[int, int]] = set()
 
     def close(segment: int, ends: list[Tensor], entry: Tensor | None) -> None:
-        found[min(segment, 1) if segment <= count else 2] |= _leaves(ends)
+        leaves = _leaves(ends)
+        found[min(segment, 1) if segment <= count else 2].update(leaves)
+        skips.update((segments.behind[leaf], segment - 1) for leaf in leaves & segments.behind.keys() if leaf is not entry)
 
-    count = len(module.get_submodule(layers))
-    found += [set(), set(), set()]
+    def look(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        own = set(part.parameters())
+        (before if not segments.ran else inside if len(segments.ran) < count else after).update(own)
+        sources = [*own, *_tensors((args, kwargs))]
+        loose = [tensor for tensor in _tensors(output) if not tensor.requires_grad]
+        if len(segments.ran) < count and not all(tensor.is_floating_point() for tensor in loose):
+            inside.update(own)
+        return tree_map_only(Tensor, lambda tensor: _tied(tensor, sources), output) if loose else output
+
     segments = Segments(module, layers, close)
-    with aside(module), lent(list(module.modules()), meta):
+    with aside(module), lent(list(module.modules()), meta), ExitStack() as hooks:
+        for part in _beside(module, layers):
+            hooks.callback(part.register_forward_hook(look, with_kwargs=True).remove)
         names = {param: name for name, param in module.named_parameters()}
         with segments.cut(), meta:
             segments.end(step(tree_map_only(Tensor, lambda tensor: tensor.to(meta), batch)))
-    return Uses(*(frozenset(names[leaf] for leaf in leaves if leaf in names) for leaves in found))
+    return Uses(*(frozenset(names[leaf] for leaf in leaves if leaf in names) for leaves in found), frozenset(skips))
+
+
+def _beside(module: nn.Module, layers: str) -> Iterator[nn.Module]:
+    """The modules with parameters beside the way down to the list, the outermost that can be called."""
+    step, _, rest = layers.partition(".")
+    for name, child in module.named_children():
+        if name == step and rest:
+            yield from _beside(child, rest)
+        elif name != step:
+            yield from _callable(child)
+
+
+def _callable(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        for child in module.children():
+            yield from _callable(child)
+    elif next(module.parameters(), None) is not None:
+        yield module
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+@torch.enable_grad()
+def _tied(tensor: Tensor, sources: Iterable[Tensor]) -> Tensor:
+    """A tensor without a graph, with one from these."""
+    if tensor.requires_grad or not tensor.is_floating_point():
+        return tensor
+    for source in sources:
+        if source.requires_grad:
+            tensor = tensor + source.sum().to(tensor.dtype)
+    return tensor
 
 
 def _leaves(tensors: Iterable[Tensor]) -> set[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_par.pipeline import PipelineError, Uses, dry_run, place
 from lightning_par.pipeline.aside import aside, lent
 from lightning_par.recipes.gpt import GPT, GPTConfig
+from tests.pipeline.models import through_the_stages
 from tests.pipeline.parity import tokens
 
 WIDTH = 4
@@ -104,6 +106,102 @@ def test_a_step_that_needs_numbers_raises_and_leaves_the_model_alone() -> None:
     with pytest.raises(RuntimeError):
         dry_run(model, "layers", lambda batch: model(*batch).item(), BATCH)
     assert model(*BATCH).isfinite()
+
+
+class Block(nn.Linear):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return torch.tanh(super().forward(sum(others, x)))
+
+
+class Looped(nn.Module):
+    """Runs its layers in a loop that is given."""
+
+    def __init__(self, loop: Callable[[nn.ModuleList, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.shift, self.loop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), loop
+        self.layers, self.head = nn.ModuleList(Block(WIDTH, WIDTH) for _ in range(6)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.loop(self.layers, self.embed(x), self.shift(x))).sum()
+
+
+def mirrored(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    for i, layer in enumerate(layers):
+        x = layer(x) if i < 3 else layer(x, kept.pop())
+        kept += [x] * (i < 3)
+    return x
+
+
+def collected(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    return sum([x := layer(x) for layer in layers])
+
+
+def conditioned(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    first = x
+    for layer in layers:
+        x = layer(x, shift, first)
+    return x + first + shift
+
+
+@pytest.mark.parametrize(
+    ("loop", "balance", "reason"),
+    [
+        (mirrored, (3, 3), r"layers\.0 is used again at layers\.5, but a pipeline stage begins between them, at layers\.3.*layers\.2 ret"),
+        (collected, (4, 2), r"layers\.0 is used again after the layers.*begins between them, at layers\.4"),
+        (mirrored, (1, 5), None),
+        (mirrored, (5, 1), r"layers\.0 is used again at layers\.5"),
+        (collected, (1, 5), None),
+        (conditioned, (3, 3), None),
+    ],
+)
+def test_an_output_used_a_second_time_is_refused_where_a_stage_begins_in_between(loop: Any, balance: Any, reason: str | None) -> None:
+    model, x = Looped(loop), torch.randn(2, WIDTH)
+    uses = dry_run(model, "layers", model, x)
+    if reason is None:
+        with torch.no_grad():
+            assert torch.equal(through_the_stages(model, x, place(model, 2, balance=balance, uses=uses)), model(x))
+    else:
+        with pytest.raises(PipelineError, match=reason):
+            place(model, 2, balance=balance, uses=uses)
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).argmax(-1)
+
+
+class Guided(nn.Module):
+    """Frozen modules before the layers: what they return is wanted for the loss, by every layer, or only by the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.text, self.picture, self.teacher = Tokens(), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.embed, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Block(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = self.tokens(x)
+        with torch.no_grad():
+            text, picture, wanted = self.text(x), self.picture(x), self.teacher(x)
+        x = self.embed(picture)
+        for layer in self.layers:
+            x = layer(x, text)
+        return F.cross_entropy(self.head(x), labels) + F.mse_loss(x, wanted)
+
+
+def test_what_frozen_modules_return_is_right_on_every_stage_that_uses_it() -> None:
+    torch.manual_seed(0)
+    model, x = Guided(), torch.randn(8, WIDTH)
+    placement = place(model, 3, uses=dry_run(model, "layers", model, x))
+    held = {name: list(placement.stages_of(f"{name}.weight")) for name in ("tokens.linear", "text", "picture", "teacher", "embed", "head")}
+    assert held == {"tokens.linear": [0, 1, 2], "text": [0, 1, 2], "picture": [0], "teacher": [0, 2], "embed": [0], "head": [2]}
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, placement), model(x))
 
 
 def test_the_user_says_otherwise() -> None:
