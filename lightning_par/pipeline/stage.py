@@ -6,7 +6,7 @@ Every rank runs the user's whole ``training_step`` for every micro-batch and sta
 stage with layers ``first .. last`` is active, calling
 
 =======================================  =================================================================================
-a module before the layers               gives NaN of the right shape, dtype and device, without memory, on all but stage 0
+a module before the layers               gives NaN of the right shape, dtype and device on all but stage 0
 layer ``i < first``                      gives what layer ``first - 1`` returned on the previous stage
 layer ``first .. last``                  runs it
 any layer after ``last``                 raises ``StageExit`` with what layer ``last`` returned
@@ -27,11 +27,14 @@ the loop keeps what a layer returns besides the         refused: within a stage,
 hidden state (``x, aux = layer(x); total += aux``)      state) must be given to the next layer. The layers of earlier stages all
                                                         answer with the same output, so a sum over layers would be wrong
 a module's output goes to every layer, or past them     right where a dry run has seen it (the module is then on every stage that
-(``layer(x, embedding)``)                               uses it); else it shows itself: the stand-ins' NaN reaches the loss
+(``layer(x, embedding)``)                               uses it); else it shows itself: the stand-ins' NaN reaches the loss, and
+                                                        whole numbers, which have no NaN, are refused
+the loop hands an output on, unchanged, and uses it a   refused where a dry run has seen it, unless no stage begins in between
+second time (``total += probe(x)``)
 ======================================================  ==================================================================
 
-A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``. What cannot be seen is a loop that hands an
-output on, unchanged, and uses it a second time (``total += probe(x)``), or changes it in place.
+A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``. What cannot be seen is a loop that changes an
+output in place, or, where the step cannot run dry, uses one a second time.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from inspect import ismethod
 from typing import Any
 
 import torch
@@ -83,24 +88,51 @@ class StandIn(nn.Module):
 
 
 class BeforeLayers(StandIn):
-    """A module of the first stage, on another rank: shapes come from a copy on the meta device. See Note [The unmodified forward]."""
+    """A module of the first stage, on another rank: shapes come from a copy on the meta device. See Note [The unmodified forward].
+
+    Its parameters are answered with NaN as well, and its methods and the modules in it as it is itself.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         example = next(p for p in module.parameters())
         dtype = example.dtype if example.is_floating_point() else torch.get_default_dtype()
-        super().__init__(on_meta(module))
-        self._hide(_nan=torch.full((), torch.nan, dtype=dtype, device=example.device))
+        self._begin(on_meta(module), torch.full((), torch.nan, dtype=dtype, device=example.device))
+
+    def _begin(self, module: nn.Module, nan: Tensor) -> None:
+        super().__init__(module)
+        self._hide(_nan=nan, training=module.training)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, nn.Module) and not isinstance(value, nn.ModuleList | nn.ModuleDict):
+            part = BeforeLayers.__new__(BeforeLayers)
+            part._begin(value, self._nan)
+            return part
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return self._nan.to(value.dtype).expand(value.shape)
+        return partial(self._answer, value) if ismethod(value) and value.__self__ is self._stands_for else value
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answer(self._stands_for, *args, **kwargs)
+
+    def _answer(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         with torch.no_grad():
-            output = self._stands_for(*args, **kwargs)
+            output = call(*args, **kwargs)
         return tree_map_only(Tensor, self._filled, output)
 
     def _filled(self, meta: Tensor) -> Tensor:
-        value = self._nan.to(meta.dtype) if meta.is_floating_point() else torch.zeros((), dtype=meta.dtype, device=self._nan.device)
-        return value.expand(meta.shape)
+        """NaN, with memory of its own: the model may work in place on it."""
+        if not meta.is_floating_point():
+            raise PipelineError(
+                f"{type(self._stands_for).__name__} lives on the first pipeline stage, and returns a tensor of {meta.dtype}: other stages "
+                "cannot know it, nor mark it as unknown. In the forward of a module that is called before the layers it is computed on "
+                "every stage, if a dry run of the step has seen it: leave the module out of pipeline_before and pipeline_after, and keep "
+                "what needs the numbers of tensors (.item(), if) out of the step; or compute it in the data pipeline"
+            )
+        return torch.full(meta.shape, torch.nan, dtype=meta.dtype, device=self._nan.device)
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BeforeLayers:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_par.pipeline import PipelineError, StageExit, place
 from lightning_par.pipeline.split import cut
+from tests.pipeline.models import through_the_stages as through
 
 Loop = Callable[[nn.ModuleList, Tensor], Tensor]
 
@@ -141,17 +142,7 @@ def checkpointed(layers: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 def through_the_stages(model: nn.Module, ids: Tensor, ranks: int = 3, *, stages: int = 3) -> Tensor:
-    """The output of the last stage, each stage cut from a copy of the model, the boundary handed on as it is."""
-    received: Any = None
-    for stage in range(stages):
-        part = copy.deepcopy(model)
-        layers = cut(part, place(part, stages), range(stage % ranks, stages, ranks))
-        with layers.active(stage, received):
-            try:
-                return part(ids)
-            except StageExit as stop:
-                received = stop.output
-    raise AssertionError("the last stage ended early")
+    return through(model, ids, place(model, stages), ranks)
 
 
 def called(layers: nn.Sequential, x: Tensor) -> Tensor:
@@ -268,7 +259,50 @@ def test_what_reads_an_absent_embedding_gets_nan_never_a_plausible_number() -> N
     embedded = part_of(Model(over), 1).embed(torch.zeros(2, 3, dtype=torch.long))
     assert embedded.shape == (2, 3, 4)
     assert embedded.isnan().all()
-    assert embedded.untyped_storage().nbytes() == 4
+
+
+class Opening(nn.Module):
+    """An embedding of several parts, used in every way but called as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.gain = nn.Embedding(9, 4), nn.Embedding(5, 4), nn.Parameter(torch.ones(4))
+
+    def encode(self, ids: Tensor) -> tuple[Tensor, int]:
+        return self.words(ids) * self.gain, 2
+
+    def codes(self, ids: Tensor) -> Tensor:
+        return self.words(ids).argmax(-1)
+
+
+class Opened(nn.Module):
+    def __init__(self, *, coded: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.position, self.coded = Opening(), nn.Embedding(9, 4), coded
+        self.token, self.layers = nn.Parameter(torch.ones(4)), nn.ModuleList([Layer(i) for i in range(5)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids = ids.to(self.position.weight.device)
+        x, factor = self.embed.encode(ids)
+        x = x * factor + self.position.weight[: ids.shape[1]] + self.embed.places.weight[1] + self.embed.gain
+        x = x + self.embed.words(ids)
+        if self.coded:
+            x = x + self.embed.codes(ids)[..., None]
+        position = self.position(ids)
+        position += 1
+        position[:, 0] = self.token
+        return over(self.layers, x + position)
+
+
+def test_modules_before_the_layers_may_be_read_in_parts_and_worked_on_in_place() -> None:
+    model, ids = Opened(), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids), model(ids))
+
+
+def test_whole_numbers_of_a_module_that_is_elsewhere_are_refused() -> None:
+    with pytest.raises(PipelineError, match=r"Opening lives on the first pipeline stage, and returns a tensor of torch\.int64"):
+        through_the_stages(Opened(coded=True), torch.tensor([[1, 5, 8]]))
 
 
 def test_a_stand_in_follows_the_module_to_another_dtype() -> None:
