@@ -82,11 +82,14 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Tell other processes, through ``is_held``, that this one works in ``folder``. The system forgets it when the process ends."""
+    """Tell other processes, through ``is_held``, that this one works in ``folder``. The system forgets it when the process ends.
+
+    Whoever asks holds a lock of that moment, which is waited for.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         with suppress(OSError):

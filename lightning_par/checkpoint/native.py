@@ -159,8 +159,12 @@ def read_meta(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def read_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Whole shape and dtype of every tensor in the checkpoint. Any rank may call alone."""
     source = complete_folder(folder)
+    return _index_of(source, IndexReader(source))
+
+
+def _index_of(source: Path, reader: dcp.FileSystemReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
     with _damage_is_named(source):
-        metadata = IndexReader(source).read_metadata().state_dict_metadata
+        metadata = reader.read_metadata().state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -173,12 +177,14 @@ def read_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], r
     Raises:
         CheckpointError: a tensor is missing in the checkpoint, or has another shape there; all of them are named.
     """
-    source, index = complete_folder(folder), read_index(folder)
+    source = complete_folder(folder)
+    reader = reader or IndexReader(source)
+    index = _index_of(source, reader)
     wanted = {name: shard for name, shard in tensors.items() if shard.spec.span.size}
     require_fit(source, {name: shape for name, (shape, _) in index.items()}, wanted)
     if wanted:
         with _damage_is_named(source), _no_word_of_single_processes():
-            dcp.load(dict(wanted), storage_reader=reader or IndexReader(source), planner=LoadPlanner(), no_dist=True)
+            dcp.load(dict(wanted), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
 
 
 @contextmanager

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_par.checkpoint import CheckpointError, Shard, convert, is_native, native, read_index, read_meta, read_tensors, save
-from lightning_par.checkpoint.files import held
+from lightning_par.checkpoint import CheckpointError, Shard, convert, index, is_native, native, read_index, read_meta, read_tensors, save
+from lightning_par.checkpoint.files import held, is_held
 from lightning_par.checkpoint.index import IndexReader
+from lightning_par.checkpoint.whole import open_native
 from lightning_par.comm import Group, Mesh
 from lightning_par.comm.trace import Trace
 from lightning_par.layout import ParallelLayout, ShardSpec, Span, split
@@ -333,6 +336,27 @@ def test_partial_folders_of_a_living_run_and_those_of_others_are_left_alone(tmp_
         run_world(_save, 2, tmp_path / "movie")
     run_world(_save, 2, tmp_path / "another")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "last", "movie.partial"]
+
+
+def test_a_folder_is_held_though_somebody_just_asks_whether_it_is(tmp_path: Path) -> None:
+    asking = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(asking, fcntl.LOCK_EX)
+    done = threading.Timer(0.2, os.close, (asking,))
+    done.start()
+    with held(tmp_path):
+        done.join()
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
+
+
+def test_an_opened_checkpoint_reads_its_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"model.{place}": Shard.whole(torch.full((2,), place), writes=True) for place in range(5)}
+    save(tmp_path / "last", tensors, {}, Group("world", trace=Trace()))
+    source, read = open_native(tmp_path / "last"), []
+    load = index._Unpickler.load
+    monkeypatch.setattr(index._Unpickler, "load", lambda unpickler: (read.append(1), load(unpickler))[1])
+    assert [source.read(name).tolist() for name in tensors] == [[place] * 2 for place in range(5)]
+    assert len(read) == 1
 
 
 def test_a_deletion_that_is_cut_short_leaves_no_half_of_a_checkpoint(tmp_path: Path) -> None:
