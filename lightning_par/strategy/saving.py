@@ -307,12 +307,15 @@ class Holdings:
         saved, now = source.meta.get("layout"), self._layout()
         rank = self.mesh.rank % (saved or now)["world"]
         shards = state.rng_shards(rank)
-        if saved is None or any(name not in source.entries for name in shards):
-            rank_zero_warn(f"checkpoint {source.path} does not tell the states of random generators: they start from the seed again")
-            return
-        source.fill(shards)
-        state.restore_rng(shards, rank)
-        if saved != now:
+        told = {name: shard for name, shard in shards.items() if saved is not None and name in source.entries}
+        self._everywhere(f"the states of random generators from {source.path}", lambda: source.fill(told))
+        state.restore_rng(shards, rank)  # those that are not told as they are
+        if untold := [name.rpartition(".")[2] for name in shards if name not in told]:
+            rank_zero_warn(
+                f"checkpoint {source.path} does not tell the states of random generators {', '.join(untold)}: they start from the seed "
+                "again"
+            )
+        if saved is not None and saved != now:
             state.share_rng(self.mesh.tp)
             rank_zero_warn(
                 f"checkpoint {source.path} was written under another layout ({saved}): random numbers are not those of a run that kept it"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_par import HybridParallelStrategy, convert
 from lightning_par.checkpoint import CheckpointError
 from lightning_par.strategy import saving
+from lightning_par.strategy.state import generators
 from tests.checkpoint.fits import QUIET
 from tests.harness import run_world
 
@@ -34,10 +37,18 @@ class Base(L.LightningModule):
 
 
 def trained(
-    module: L.LightningModule, steps: int, *, dp: int = 1, resume: Path | None = None, save: Path | None = None, **layout: Any
+    module: L.LightningModule,
+    steps: int,
+    *,
+    dp: int = 1,
+    resume: Path | None = None,
+    save: Path | None = None,
+    callbacks: Any = None,
+    **layout: Any,
 ) -> L.Trainer:
     strategy = HybridParallelStrategy(dp=dp, zero_options={"min_unit_mb": 0}, **layout)
-    trainer = L.Trainer(devices=dp, strategy=strategy, max_steps=steps, **QUIET | {"gradient_clip_val": None})
+    options = QUIET | {"gradient_clip_val": None, "callbacks": callbacks}
+    trainer = L.Trainer(devices=dp, strategy=strategy, max_steps=steps, **options)
     trainer.fit(module, DataLoader(torch.arange(16.0).view(-1, 1) / 16, batch_size=2), ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -226,3 +237,37 @@ def test_L11_what_one_rank_cannot_load_all_ranks_raise(tmp_path: Path) -> None:
     assert "model.tail is missing" in first[0]
     assert "as ranks [1] see it" in first[1]
     assert "not for this rank" in first[1]
+
+
+class Draws(L.Callback):
+    """What random generators are at at each batch and at the end."""
+
+    def __init__(self) -> None:
+        self.at: list[dict[str, Tensor]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.at.append(generators())
+
+    on_train_end = on_train_batch_start
+
+
+def _resume_with_fewer_generators(folder: Path) -> None:
+    torch.manual_seed(3)
+    ends, starts = Draws(), Draws()
+    trained(Base(0), 2, save=folder / "last", callbacks=[ends])
+    convert(folder / "last", folder / "whole.ckpt", "ckpt")
+    saved = torch.load(folder / "whole.ckpt", weights_only=True)
+    for lost in ("numpy", "numpy_gauss"):
+        del saved["lightning_par"]["rng"][f"rng.0.{lost}"]
+    torch.save(saved, folder / "less.ckpt")
+    torch.manual_seed(4)
+    np.random.seed(4)
+    random.seed(4)
+    with pytest.warns(UserWarning, match="does not tell the states of random generators numpy, numpy_gauss: they start"):
+        trained(Base(1), 3, resume=folder / "less.ckpt", callbacks=[starts])
+    for name, value in ends.at[-1].items():
+        assert name.endswith("gauss") or torch.equal(starts.at[0][name], value) == (name != "numpy"), name
+
+
+def test_K10_random_generators_that_a_checkpoint_tells_go_on_without_those_it_does_not(tmp_path: Path) -> None:
+    run_world(_resume_with_fewer_generators, 1, tmp_path)
