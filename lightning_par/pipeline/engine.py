@@ -44,6 +44,7 @@ class Pipeline:
         tied: parameters that several pipeline ranks hold, by that first name: the indices of those ranks. The gradient of each is the
             sum of theirs (one that has none counts as zero), which the caller must form.
         placement: where everything lives.
+        device: where messages arrive; None where the parameters are.
     """
 
     module: nn.Module
@@ -54,6 +55,7 @@ class Pipeline:
     placement: Placement
     names: dict[str, str]
     tied: dict[str, tuple[int, ...]]
+    device: torch.device | None = None
     _forms: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -66,11 +68,13 @@ class Pipeline:
         layers: str | None = None,
         balance: Balance = "parameters",
         uses: Uses | None = None,
+        device: torch.device | None = None,
     ) -> Pipeline:
         """Cut ``module``, in place, down to this rank's stages.
 
         All ranks of ``group`` must call, with the same whole module. Parameters of other stages are gone from it afterwards;
         those that stay keep their names. ``layers``, ``balance`` and ``uses`` are as in ``split.place``.
+        ``device`` is where the part will run; without it, a stage that has no parameters takes the CPU.
         """
         training_plan(schedule, group.size, chunks, 1)  # refuses an unknown schedule before anything is changed
         order, stages = schedule_of(schedule), group.size * chunks
@@ -92,6 +96,7 @@ class Pipeline:
             placement=placement,
             names={name: first_names[id(p)] for name, p in module.named_parameters()},
             tied={first: tuple(sorted(ranks)) for first, ranks in holders.items() if len(ranks) > 1},
+            device=device,
         )
 
     @property
@@ -149,7 +154,7 @@ class _Step:
         self.pipeline, self.forward, self.signatures, self.grad, self.split = pipeline, forward, signatures, grad, split
         self.lanes, self.forms = pipeline.lanes, pipeline._forms
         self.last_stage = len(pipeline.placement.spans) - 1
-        self.device = next((p.device for p in pipeline.module.parameters()), torch.device("cpu"))
+        self.device = pipeline.device or next((p.device for p in pipeline.module.parameters()), torch.device("cpu"))
         self.inbox = Inbox(self.lanes, self.device, self._forms_of, self._learn)
         self.inlets: dict[Place, Inlet] = {}  # where inputs came in, until their gradients are taken
         self.graphs: dict[Place, list[GradientEdge | None]] = {}  # where gradients of an output enter, until backward

@@ -82,7 +82,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
         specs, partial = shards.specs, shards.partial
     if layout.cp > 1:
         prepare(module)
-    pipeline = _pipeline(module, mesh, rehearsal, uses) if layout.pp > 1 else None
+    pipeline = _pipeline(module, mesh, device, rehearsal, uses) if layout.pp > 1 else None
     stages = pipeline.tied if pipeline else {}
     names = pipeline.names if pipeline else {name: name for name, _ in module.named_parameters()}
     infos = []
@@ -96,13 +96,13 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
     return Assembled(module, mesh, tuple(infos), aliases, untold, elsewhere, pipeline)
 
 
-def _pipeline(module: nn.Module, mesh: Mesh, rehearsal: Rehearsal | None, uses: Uses | None) -> Pipeline:
+def _pipeline(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Rehearsal | None, uses: Uses | None) -> Pipeline:
     layout = mesh.layout
     if layout.balance != "profile":
-        return Pipeline.split(module, mesh.pp, layout.schedule, layout.chunks, balance=layout.balance, uses=uses)
+        return Pipeline.split(module, mesh.pp, layout.schedule, layout.chunks, balance=layout.balance, uses=uses, device=device)
     assert rehearsal is not None, "layers are weighed by running the step"
     costs = rehearsal.costs()
-    pipeline = Pipeline.split(module, mesh.pp, layout.schedule, layout.chunks, balance=costs, uses=uses)
+    pipeline = Pipeline.split(module, mesh.pp, layout.schedule, layout.chunks, balance=costs, uses=uses, device=device)
     sizes, took = pipeline.placement.sizes, ", ".join(f"{1e3 * seconds:.3g}" for seconds in (costs.first, *costs.layers, costs.last))
     rank_zero_info(f"balance=profile: {sizes} layers on the stages, as balance={sizes} would (ms before, in and after the layers: {took})")
     return pipeline

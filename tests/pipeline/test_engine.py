@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_par.comm import Group
-from lightning_par.pipeline import Pipeline, PipelineError, simulate, training_plan
+from lightning_par.pipeline import Pipeline, PipelineError, engine, simulate, training_plan
+from lightning_par.pipeline.inbox import Inbox
 from tests.harness import WorldError, run_world
 from tests.pipeline.models import gpt
 from tests.pipeline.parity import VOCAB, Batch, Step, Twin, cut, pp_group, tokens
@@ -282,6 +285,16 @@ def test_a_step_that_swallows_the_exit_or_skips_the_layers_is_refused() -> None:
         _alone(bare, ["same"])
     with pytest.raises(PipelineError, match="must return its loss, a tensor of one element; it returned None"):
         _alone(lambda model, m: None, ["same"], chunks=1)
+
+
+def test_messages_arrive_where_it_was_said_whatever_parameters_a_stage_has() -> None:
+    model = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(3, 3), nn.Tanh())})
+    asked: list[torch.device] = []
+    with patch.object(engine, "Inbox", lambda lanes, device, *others: asked.append(device) or Inbox(lanes, device, *others)):
+        for device in (torch.device("meta"), None):
+            pipeline = Pipeline.split(copy.deepcopy(model), Group("pp"), "gpipe", layers="layers", device=device)
+            pipeline.forward_backward(lambda m, part=pipeline.module: part["layers"](torch.ones(1, 3)).sum(), ["same"])
+    assert [device.type for device in asked] == ["meta", "cpu"]
 
 
 def test_a_signature_that_hides_another_shape_is_refused() -> None:
