@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -62,8 +63,12 @@ class Rehearsal:
             try:
                 args, options = self._arguments()
                 seen = dry_run(self._module, find_layers(self._module), lambda args: self._graphs(args, options), args)
-            except Exception:  # whatever it is, the run itself will meet it
+            except Exception as error:  # whatever it is, the run itself will meet it
                 seen = None
+                rank_zero_info(
+                    f"the step could not be run dry ({type(error).__name__}: {error}), so modules stand before or after the pipeline's "
+                    "layers as they are registered, or as pipeline_before and pipeline_after of the model say"
+                )
         return self._mesh.world.broadcast_object(seen)
 
     def costs(self) -> LayerCosts:

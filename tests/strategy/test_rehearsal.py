@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_par import HybridParallelStrategy
+from lightning_par.strategy import rehearsal
 from lightning_par.strategy.rehearsal import NoSampleError, sample
 from tests.harness import WorldError, run_world
 from tests.harness.models import QUIET
@@ -287,6 +291,22 @@ class Handed(Disordered):
 )
 def test_modules_stand_where_they_are_used(module: Any, layout: dict[str, Any]) -> None:
     assert_same(fit_world(module, rows, layout, layout["pp"], gradient_clip_val=None), fit(module, rows, gradient_clip_val=None))
+
+
+def _told() -> list[str]:
+    told: list[str] = []
+    strategy = HybridParallelStrategy(pp=2)
+    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=1, **QUIET)
+    with patch.object(rehearsal, "rank_zero_info", rank_zero_only(told.append)):
+        trainer.fit(Disordered("said").double(), rows())
+    assert strategy._assembled.pipeline.device == strategy.root_device
+    return told
+
+
+def test_a_step_that_cannot_run_dry_is_told_once_with_the_reason() -> None:
+    (told,), nothing = run_world(_told, 2)
+    assert re.match(r"the step could not be run dry \(RuntimeError: .*item.*stand .* as they are registered, or as pipeline_before", told)
+    assert nothing == []
 
 
 def test_an_order_that_can_neither_be_seen_nor_was_said_is_refused_with_the_way_out() -> None:
