@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_par.pipeline.errors import PipelineError
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TensorForm:
 def form_of(output: Any) -> Any:
     """The form of a layer's output. Values that are neither tensors nor plain are refused."""
     for leaf in tree_leaves(output):
-        if not isinstance(leaf, (Tensor, *_PLAIN)):
+        if not isinstance(leaf, (Tensor, *PLAIN)):
             raise PipelineError(
                 f"the last layer of a stage returns a {type(leaf).__name__}, which cannot be handed to the next stage: layers may return "
                 "tensors and plain values (for transformers models, set config.use_cache=False)"

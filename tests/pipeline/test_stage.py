@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_par.pipeline import PipelineError, StageExit, place
 from lightning_par.pipeline.split import cut
+from lightning_par.pipeline.stage import BeforeLayers
 from tests.pipeline.models import through_the_stages as through
 
 Loop = Callable[[nn.ModuleList, Tensor], Tensor]
@@ -298,6 +299,43 @@ class Opened(nn.Module):
 def test_modules_before_the_layers_may_be_read_in_parts_and_worked_on_in_place() -> None:
     model, ids = Opened(), torch.tensor([[1, 5, 8]])
     assert torch.equal(through_the_stages(model, ids), model(ids))
+
+
+class Counted(nn.Linear):
+    runs = 0
+
+    def forward(self, x: Tensor, *, scale: Any = 1, draws: bool = False) -> dict[str, Any]:
+        Counted.runs += 1
+        return {"y": super().forward(x) * (torch.rand(()).item() if draws else 1), "scale": scale}
+
+
+def test_a_stand_in_computes_its_shapes_once_for_what_looks_alike() -> None:
+    stand_in, x, before = BeforeLayers(Counted(4, 3)), torch.ones(2, 4), Counted.runs
+    calls: list[tuple[int, Callable[[], Any]]] = [
+        (1, lambda: stand_in(x)),
+        (0, lambda: stand_in(x + 1)),
+        (1, lambda: stand_in(torch.ones(3, 4))),
+        (1, lambda: stand_in(x, scale=2)),
+        (1, lambda: stand_in(x, scale=2.0)),
+        (1, lambda: stand_in(x, scale=object())),
+        (1, lambda: stand_in(x, scale=object())),
+        (1, lambda: stand_in(x, draws=True)),
+        (1, lambda: stand_in(x, draws=True)),
+        (1, lambda: stand_in.eval()(x)),
+        (0, lambda: stand_in(x)),
+        (1, lambda: stand_in.double()(x.double())),
+        (0, lambda: stand_in(x.double())),
+    ]
+    for number, (runs, call) in enumerate(calls):
+        output = call()
+        assert Counted.runs == before + runs, number
+        assert output["y"].isnan().all()
+        output["y"].fill_(1.0)
+        before = Counted.runs
+    assert stand_in(x.double())["y"].dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert stand_in(x.double())["scale"] == 1
+        assert Counted.runs == before + 1
 
 
 def test_whole_numbers_of_a_module_that_is_elsewhere_are_refused() -> None:
