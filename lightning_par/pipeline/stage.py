@@ -252,6 +252,7 @@ class StageLayers(nn.ModuleList):
         self._spans, self._stages, self._name = dict(spans), stages, name
         self._kind = nn.Sequential if isinstance(layers, nn.Sequential) else nn.ModuleList
         self._others = tuple(_OtherLayer(layer, i, self._outside) for i, layer in enumerate(copies))
+        self._own: dict[int, _OwnLayer] = {}  # made as they are first seen
         self._now: _Pass | None = None
 
     @contextmanager
@@ -297,7 +298,13 @@ class StageLayers(nn.ModuleList):
         if not span.start <= index < span.stop:
             return self._others[index]
         layer = self._modules[self._keys[index]]
-        return _OwnLayer(layer, index, self._check_extras, self._keep) if self._now.exits else layer
+        if not self._now.exits:
+            return layer
+        own = self._own.get(index)
+        if own is None or own._stands_for is not layer:  # else somebody has put another layer there
+            own = self._own[index] = _OwnLayer(layer, index, self._check_extras, self._keep)
+        own._hide(training=layer.training)
+        return own
 
     def _keep(self, index: int, output: Any) -> None:
         if self._now is not None:  # None while activation checkpointing runs the layer again

@@ -369,6 +369,23 @@ def test_layers_of_other_ranks_can_be_walked_but_not_run_outside_a_step() -> Non
     copy.deepcopy(model)
 
 
+def test_what_shows_a_layer_is_made_once_and_follows_its_mode_and_who_takes_its_place() -> None:
+    model = part_of(Model(over), 0)
+    with model.layers.active(0, None):
+        first = model.layers[0]
+    model.eval()
+    again = copy.deepcopy(model)
+    with model.layers.active(0, None):
+        assert model.layers[0] is first
+        assert not first.training
+        assert isinstance(first, Layer)
+    model.layers.add_module("0", Layer(0))
+    with model.layers.active(0, None):
+        assert model.layers[0].linear is model.layers._modules["0"].linear is not first.linear
+    with again.layers.active(0, None):
+        assert again.layers[0].linear is again.layers._modules["0"].linear is not first.linear
+
+
 def test_the_list_is_ready_again_after_any_exception() -> None:
     model, ids = part_of(Model(over), 0), torch.tensor([[1]])
     with pytest.raises(ZeroDivisionError), model.layers.active(0, None):
