@@ -103,7 +103,7 @@ def _save_at_once(layout: dict[str, Any], folder: Path, options: dict[str, Any])
     ("layout", "options"),
     [
         pytest.param(ZERO1, {}, id="dp2 zero1"),
-        pytest.param({"dp": 2}, {"stochastic": True}, id="dp2 stochastic rounding"),
+        pytest.param({"dp": 2}, {"stochastic": True}, id="dp2 stochastic rounding", marks=pytest.mark.slow),
         pytest.param({"dp": 2, "zero": 3}, {}, id="dp2 zero3", marks=pytest.mark.slow),
         pytest.param({"pp": 2}, {"precision": "16-mixed"}, id="pp2 scaled", marks=pytest.mark.slow),
         pytest.param({"tp": 2}, {}, id="tp2", marks=pytest.mark.slow),
@@ -128,6 +128,7 @@ def _resume(folder: Path) -> Any:
     return ending(trainer, module)
 
 
+@pytest.mark.slow
 def test_P21_a_run_resumed_from_it_is_the_straight_run_bit_for_bit(tmp_path: Path) -> None:
     straight = fit_world(ZERO1, 2 * STEPS)
     fit_world(ZERO1 | {"async_save": True}, STEPS, save=tmp_path / "last")
@@ -368,7 +369,7 @@ NAMES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "names", [pytest.param(NAMES[key], id=key, marks=pytest.mark.slow if key in ("all", "top 1") else ()) for key in NAMES]
+    "names", [pytest.param(NAMES[key], id=key, marks=pytest.mark.slow if key != "top 2 and last" else ()) for key in NAMES]
 )
 def test_K16_model_checkpoint_keeps_the_same_folders_as_with_saves_at_once(names: dict[str, Any], tmp_path: Path) -> None:
     kept = {mode: run_world(_keep, 2, tmp_path / str(mode), mode, names) for mode in (False, True)}

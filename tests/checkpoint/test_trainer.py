@@ -338,7 +338,8 @@ def _first_loss_as_nodes(folder: Path, nodes: int) -> list[float]:
     return module.losses
 
 
-@pytest.mark.parametrize("format", ["native", pytest.param("universal", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["native", "universal"])
 def test_K3_ranks_of_several_nodes_go_on_with_the_loss_of_the_straight_run(format: str, tmp_path: Path) -> None:
     options = {"dropout": 0.0, "precision": "64-true"}
     straight = fit_world({"dp": 2}, STEPS + 1, **options)[0]
@@ -356,6 +357,7 @@ def _draws_after(layout: dict[str, int], folder: Path) -> tuple[float, list[str]
     return end.draw, [str(warning.message) for warning in told if "another layout" in str(warning.message)]
 
 
+@pytest.mark.slow
 def test_K11_under_another_layout_random_numbers_go_on_from_those_of_a_rank_that_there_was(tmp_path: Path) -> None:
     """And that is told. Ranks of one tensor-parallel group share them; those that there were not before take them in turn."""
     run_world(_fit_seeded, 2, {"dp": 2}, tmp_path / "last")
