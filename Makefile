@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.lightning-par-ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-slow test-gpu lint
+.PHONY: setup demo test test-slow test-long test-gpu lint
 
 setup: $(READY)
 
@@ -22,7 +22,10 @@ test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -n 2 -m slow || test $$? -eq 5  # 5: no test is marked slow
+	$(BIN)/python -m pytest -q -n 2 -m "slow and not long"
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -q -n 2 -m long
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu

@@ -121,7 +121,10 @@ PLACES = [(random.Random(seed).randrange(2), random.Random(seed + 1000).random()
 """Of 20 kills: the rank, and when, as a part of all the moments that it has."""
 
 
-@pytest.mark.parametrize("number", [pytest.param(i, marks=pytest.mark.slow if i else ()) for i in range(20)])
+SLOW, LONG = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.long]
+
+
+@pytest.mark.parametrize("number", [pytest.param(i, marks=() if i == 0 else SLOW if i < 6 else LONG) for i in range(20)])
 @pytest.mark.parametrize("async_save", [False, True], ids=["at once", "async"])
 def test_K12_a_rank_killed_at_any_moment_leaves_the_last_complete_checkpoint(
     number: int, async_save: bool, straight: dict[bool, list[Ended]], tmp_path: Path

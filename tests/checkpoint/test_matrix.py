@@ -170,6 +170,7 @@ def test_K1_K5_K10_P21_every_layout_goes_on_from_every_other_as_in_one_process(t
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("target", SCALED)
 def test_A3_K1_a_loss_scale_goes_on_under_every_layout(target: str, saved: Callable[..., Path]) -> None:
     """It counts good steps from before the save; weights differ by the rounding of half precision."""
