@@ -56,6 +56,9 @@ from lightning_par.layout import Span
 from lightning_par.pipeline.boundary import PLAIN, form_of, tensors_of
 from lightning_par.pipeline.errors import PipelineError
 
+KNOWN = 1000
+"""Calls that a stand-in remembers: plain values that never come again (a count of steps) must not fill memory."""
+
 
 class StageExit(BaseException):
     """Unwinds the user's step when its stage is done; ``output`` is what the stage's last layer returned."""
@@ -127,6 +130,8 @@ class BeforeLayers(StandIn):
             with torch.no_grad():
                 output = call(*args, **kwargs)
             if key is not None and _is_plain(tree_leaves(output)) and torch.equal(drawn, torch.get_rng_state()):
+                if len(self._known) >= KNOWN:
+                    self._known.clear()
                 self._known[key] = output
         return tree_map_only(Tensor, self._filled, output)
 

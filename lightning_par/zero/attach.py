@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.layout import ShardSpec
-from lightning_par.zero.bucket import ReduceGroups
 from lightning_par.zero.elementwise import is_elementwise, needs_whole_model
+from lightning_par.zero.groups import ReduceGroups
 from lightning_par.zero.options import STAGES
 from lightning_par.zero.plan import ParameterInfo
 

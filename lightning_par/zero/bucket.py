@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NoReturn
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.comm import DONE, Group, Mesh, Message, Work, exchange
+from lightning_par.comm import DONE, Group, Message, Work, exchange
 from lightning_par.layout import Span
+from lightning_par.zero.groups import ReduceGroups
 from lightning_par.zero.guard import guard, unguard
 from lightning_par.zero.master import HALF, HalfWeights, Master
 from lightning_par.zero.options import Stage
@@ -22,34 +23,6 @@ from lightning_par.zero.plan import BucketPlan, Slot
 
 SMALL = 2**14
 """Elements of a gradient that costs more to call for than to copy: such ones wait where autograd left them until their bucket is full."""
-
-
-@dataclass(frozen=True)
-class ReduceGroups:
-    """Where gradients travel.
-
-    Attributes:
-        shard: ranks that saw different samples or tokens and share the optimizer's work: gradients are reduce-scattered among them.
-        values: the same ranks, for gathering values: apart from ``shard`` since calls on the two may interleave differently on each rank.
-            A group of one: each of them does all the work, and gradients are all-reduced.
-        replicate: groups of such ranks that do the same work: over them each span is summed again.
-        replicas: by how many samples' gradients are divided: context shards of one replica are pieces of one loss, so they only add.
-        data: shard · replicate.
-        pp: over which weights tied across stages are summed.
-        tp: over which partial gradients of replicated parameters are summed.
-    """
-
-    shard: Group
-    values: Group
-    replicate: Group
-    data: Group
-    replicas: int
-    pp: Group
-    tp: Group
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> ReduceGroups:
-        return cls(mesh.shard, mesh.values, mesh.replicate, mesh.data, mesh.layout.dp, mesh.pp, mesh.tp)
 
 
 class State(Enum):
@@ -171,17 +144,13 @@ class Bucket:
         raise RuntimeError(
             f"{self.name_of(index)} got a second gradient before its first was reduced. In one backward pass reentrant "
             "activation checkpointing does this: use torch.utils.checkpoint with use_reentrant=False. In manual optimization call "
-            "self.manual_backward(loss) in place of loss.backward(), in a loop without Lightning finish() after every backward. A "
-            "backward pass that an exception ended cannot be made up for by another"
+            "self.manual_backward(loss) in place of loss.backward(), in a loop without Lightning finish() after every backward. After a "
+            "backward pass that an exception ended call zero_grad() first; if some of it was sent by then, the run cannot go on"
         )
 
     def _take_small(self) -> None:
         """Take in small gradients that came, all of them in two calls."""
-        plain = [
-            index
-            for index in self._small
-            if (grad := self.params[index].grad) is not None and index not in self.taken and grad is not self._views[index]
-        ]
+        plain = [index for index in self._small if (grad := self.params[index].grad) is not None and grad is not self._views[index]]
         views, grads = [self._views[index] for index in plain], [self.params[index].grad for index in plain]
         if not plain:
             return
@@ -556,36 +525,6 @@ class Bucket:
             guard(param)
 
     # --- for those who ask --------------------------------------------------------------------------------------------------------
-
-    def whole_of(self, param: nn.Parameter, part: Callable[[nn.Parameter], Tensor | None]) -> Tensor | None:
-        """Put together what ``part`` says of every rank's shard of ``param``; None where no rank has it. All sharding ranks call."""
-        slot = next(slot for slot in self.plan.slots if slot.info.param is param)
-        mine = [(shard, value) for shard in self.shards if shard.slot is slot and (value := part(shard.param)) is not None]
-        dtypes = [dtype for dtype in self.groups.values.gather_objects(mine[0][1].dtype if mine else None) if dtype is not None]
-        if not dtypes:
-            return None
-        span = torch.zeros(self.owned.size, dtype=dtypes[0], device=self.device)
-        for shard, value in mine:
-            span[shard.place.slice()] = value.reshape(-1)
-        whole = span.new_empty(self.plan.size)
-        self.groups.values.all_gather(whole, span)
-        return whole[slot.span.slice()].view(slot.info.spec.block_shape).clone()
-
-    def whole_state(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """The optimizer's state of ``param`` over all ranks' shards. All sharding ranks call."""
-        mine = [shard.param for shard in self.shards if shard.slot.info.param is param]
-        states = {part: self.optimizer_of[part].state.get(part, {}) for part in mine if part in self.optimizer_of}
-        kinds: dict[str, bool] = {}
-        for part, state in states.items():
-            kinds |= {key: isinstance(value, Tensor) and value.shape == part.shape for key, value in state.items()}
-        everyone = self.groups.values.gather_objects((kinds, {k: v for s in states.values() for k, v in s.items() if not kinds[k]}))
-        whole: dict[str, Tensor] = {}
-        for key, is_cut in sorted({key: is_cut for theirs, _ in everyone for key, is_cut in theirs.items()}.items()):
-            if is_cut:
-                whole[key] = self.whole_of(param, lambda part, key=key: states.get(part, {}).get(key))
-            else:
-                whole[key] = next(values[key] for _, values in everyone if key in values)
-        return whole
 
     def touched(self, param: nn.Parameter) -> None:
         if not self.stage.frees_values:

@@ -42,8 +42,9 @@ from lightning_par.comm import DONE, Group, Later, Work
 from lightning_par.layout import ShardSpec, Span
 from lightning_par.numerics import GradientShard
 from lightning_par.zero.attach import cut_state, refuse_common_memory, refuse_new_groups, refuse_sparse, require_fitting
-from lightning_par.zero.bucket import Bucket, ReduceGroups, State
+from lightning_par.zero.bucket import Bucket, State
 from lightning_par.zero.elementwise import is_elementwise
+from lightning_par.zero.groups import ReduceGroups
 from lightning_par.zero.master import HALF, HalfWeights
 from lightning_par.zero.options import STAGES, Stage, ZeroOptions
 from lightning_par.zero.plan import BucketPlan, ParameterInfo, plan_buckets

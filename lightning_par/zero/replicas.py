@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_par.comm import Group
-from lightning_par.zero.bucket import ReduceGroups
+from lightning_par.zero.groups import ReduceGroups
 
 Named = tuple[str, Tensor]
 

@@ -19,13 +19,14 @@ All sharding ranks must use units in the same order, since each gather is a coll
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from lightning_par.zero.bucket import Bucket
@@ -149,7 +150,7 @@ class Residency:
     def holds(self, tensor: Tensor) -> bool:
         """It is a view of a parameter's values."""
         with torch._C.DisableTorchFunctionSubclass():
-            return tensor.untyped_storage()._cdata in self._storages
+            return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._storages
 
     def drop(self) -> None:
         """Free everything: values are about to change, or the step is over."""
@@ -230,7 +231,7 @@ def _hook(host: nn.Module, numbers: list[int], residency: Residency) -> list[Rem
         if module is not host:
             return None
         if any(map(residency.holds, _tensors(output))):  # it returns a part of its own parameter
-            output = tree_map_only(Tensor, lambda tensor: tensor.clone() if residency.holds(tensor) else tensor, output)
+            output = _mapped(output, lambda tensor: tensor.clone() if residency.holds(tensor) else tensor)
         for number in numbers:
             residency.leave(number)
         if type(host) is not nn.Embedding:  # its backward needs no values
@@ -249,12 +250,33 @@ def _before_backward(output: Any, action: Callable[[], object]) -> None:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Those in what a module returned, dataclasses included."""
+    """Those in what a module returned, in dataclasses too."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif is_dataclass(leaf):
-            yield from _tensors(list(vars(leaf).values()))
+        else:
+            yield from _tensors(list(_fields(leaf).values()))
+
+
+def _mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same, with ``change(tensor)`` in place of each of these tensors."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if not (values := _fields(leaf)):
+            return leaf
+        made = copy.copy(leaf)
+        for name, value in values.items():
+            object.__setattr__(made, name, _mapped(value, change))
+        return made
+
+    return tree_map(one, output)
+
+
+def _fields(leaf: Any) -> dict[str, Any]:
+    """Of a dataclass; of anything else none."""
+    return {field.name: getattr(leaf, field.name) for field in fields(leaf)} if is_dataclass(leaf) and not isinstance(leaf, type) else {}
 
 
 def _run(action: Callable[[], object]) -> None:

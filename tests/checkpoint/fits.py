@@ -14,7 +14,7 @@ from lightning_par import HybridParallelStrategy
 from lightning_par.checkpoint import collect
 from lightning_par.recipes.gpt import GPT, GPTConfig
 from lightning_par.strategy import state
-from tests.harness import run_world
+from tests.harness import models, run_world
 from tests.harness.models import TinyGPT, token_loader
 
 STEPS = 3  # an epoch
@@ -26,14 +26,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "cp2": {"cp": 2},
     "tp2 pp2": {"tp": 2, "pp": 2},
 }
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "gradient_clip_val": 0.5,
-}
+QUIET = models.QUIET | {"gradient_clip_val": 0.5}
 
 
 class Net(TinyGPT):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from lightning_par.cli.main import main
+
 TINY = [
     "model.config.hidden=16",
     "model.config.ffn=16",
@@ -47,5 +49,22 @@ def lightning_par(tmp_path):
             check=False,
         )
         return Finished(done.returncode, done.stdout, time.time())
+
+    return run
+
+
+@pytest.fixture
+def in_process(monkeypatch, tmp_path, capsys):
+    """Runs `lightning-par ...` in this process, in an empty folder; what it printed, or its exit message."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["lightning-par", *arguments])
+        code = None
+        try:
+            main()
+        except SystemExit as error:
+            code = error.code
+        return capsys.readouterr().out if code is None else str(code)
 
     return run

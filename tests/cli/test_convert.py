@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from lightning_par import DeepSpeedTarget
 from lightning_par.checkpoint import open_checkpoint
 from lightning_par.checkpoint.whole import write_native
-from lightning_par.cli.main import main
 from tests.checkpoint.deepspeed.test_tensor_ranks import fused, write_two_ranks
 from tests.checkpoint.synthetic import assert_same, synthetic
 
 
 @pytest.fixture
-def command(monkeypatch, tmp_path, capsys):
-    """Runs `lightning-par ...` in an empty folder with the checkpoint `last`; what it printed, or its exit message."""
-    monkeypatch.chdir(tmp_path)
+def command(in_process, tmp_path):
+    """Its folder has the checkpoint `last`."""
     write_native(synthetic(), tmp_path / "last")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lightning-par", *arguments])
-        code = None
-        try:
-            main()
-        except SystemExit as error:
-            code = error.code
-        return capsys.readouterr().out if code is None else str(code)
-
-    return run
+    return in_process
 
 
 def test_convert_takes_hydra_overrides_and_says_what_it_did(command, tmp_path):

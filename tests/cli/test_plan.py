@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import ast
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lightning_par.cli import plan
-from lightning_par.cli.main import main
 from lightning_par.layout import SCHEDULES
 from lightning_par.pipeline import Costs, figure, simulate, training_plan
 
 
 @pytest.fixture
-def command(monkeypatch, tmp_path, capsys):
-    """Runs `lightning-par plan ...` in an empty folder; what it printed, or its exit message."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lightning-par", "plan", *arguments])
-        code = None
-        try:
-            main()
-        except SystemExit as error:
-            code = error.code
-        return capsys.readouterr().out if code is None else str(code)
-
-    return run
+def command(in_process):
+    return partial(in_process, "plan")
 
 
 def test_a_schedule_is_drawn_with_its_numbers(command):

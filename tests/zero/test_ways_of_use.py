@@ -112,33 +112,43 @@ def test_gradients_that_are_only_asked_for_leave_published_ones_alone() -> None:
     assert before == after == [SIZE, SIZE * SIZE]
 
 
-def _after_an_exception(stage: int) -> dict[str, Tensor]:
-    module = Pair()
+Meddle = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+def _trained(make: Callable[[], nn.Module], stage: int | None, loss: Callable[[nn.Module], Tensor], meddle: Meddle) -> dict[str, Tensor]:
+    """Three steps of SGD, each after ``meddle(module, optimizer, step)``; ``stage=None``: in one process."""
+    module = make()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    _, dp = data_parallel(module, [optimizer], stage)
-    for _ in range(3):
-        broken = _Break.apply(module.unused).sum()
-        with suppress(Broken):
-            (7 * module() + broken).backward()
-        optimizer.zero_grad()
-        module().backward()
-        dp.finish()
+    dp = None if stage is None else data_parallel(module, [optimizer], stage)[1]
+    for step in range(3):
+        meddle(module, optimizer, step)
+        loss(module).backward()
+        if dp is not None:
+            dp.finish()
         optimizer.step()
         optimizer.zero_grad()
     return weights(module)
 
 
+def _assert_as_in_one_process(
+    stage: int, meddle: Meddle, make: Callable[[], nn.Module] = Pair, loss: Callable[[nn.Module], Tensor] = Pair.__call__
+) -> None:
+    want = _trained(make, None, loss, meddle)
+    for rank in run_world(_trained, 2, make, stage, loss, meddle):
+        for name, value in want.items():
+            torch.testing.assert_close(rank[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _fail_in_backward(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    broken = _Break.apply(module.unused).sum()
+    with suppress(Broken):
+        (7 * module() + broken).backward()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_zero_grad_makes_good_for_a_backward_that_an_exception_ended(stage: int) -> None:
-    alone = Pair()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for _ in range(3):
-        alone().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for rank in run_world(_after_an_exception, 2, stage):
-        for name, param in alone.named_parameters():
-            torch.testing.assert_close(rank[name], param.detach(), msg=lambda text, name=name: f"{name}: {text}")
+    _assert_as_in_one_process(stage, _fail_in_backward)
 
 
 class Twins(nn.Module):
@@ -171,33 +181,14 @@ def test_sparse_gradients_are_refused() -> None:
     assert "sparse=False" in run_world(_set_up, 2, _sparse, 0)[0]
 
 
-def _new_memory(stage: int) -> dict[str, Tensor]:
-    module = Pair()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    _, dp = data_parallel(module, [optimizer], stage)
-    for step in range(3):
-        if step == 1:
-            module.small.data = module.small.data * 2
-        module().backward()
-        dp.finish()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(module)
+def _give_other_memory(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 1:
+        module.small.data = module.small.data * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_that_were_given_other_memory_train_on(stage: int) -> None:
-    alone = Pair()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for step in range(3):
-        if step == 1:
-            alone.small.data = alone.small.data * 2
-        alone().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for rank in run_world(_new_memory, 2, stage):
-        for name, param in alone.named_parameters():
-            torch.testing.assert_close(rank[name], param.detach(), msg=lambda text, name=name: f"{name}: {text}")
+    _assert_as_in_one_process(stage, _give_other_memory)
 
 
 @dataclass
@@ -227,6 +218,11 @@ class Detached(nn.Module):
         return Output((h @ self.weight.detach() + h.detach() @ self.weight).tanh())
 
 
+@dataclass(slots=True, frozen=True)
+class Rows:
+    rows: Tensor
+
+
 class Table(nn.Module):
     """Gives away a view of its parameter."""
 
@@ -234,20 +230,21 @@ class Table(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.randn(6, 4))
 
-    def forward(self, rows: int) -> Tensor:
-        return self.table[:rows]
+    def forward(self, rows: int, *, packed: bool) -> Tensor | Rows:
+        return Rows(self.table[:rows]) if packed else self.table[:rows]
 
 
 class Positioned(nn.Module):
     """Later layers multiply with what an earlier module returned of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, packed: bool) -> None:
         super().__init__()
-        self.table = Table()
+        self.table, self.packed = Table(), packed
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, h: Tensor) -> Tensor:
-        table = self.table(h.shape[0])
+        table = self.table(h.shape[0], packed=self.packed)
+        table = table.rows if self.packed else table
         for layer in self.layers:
             h = layer(h).tanh() * table
         return h
@@ -282,7 +279,8 @@ class Shared(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "a dataclass": lambda: Chain(Dataclass),
     "a detached weight": lambda: Chain(Detached),
-    "a view of a parameter": Positioned,
+    "a view of a parameter": lambda: Positioned(packed=False),
+    "a view of a parameter in a dataclass": lambda: Positioned(packed=True),
     "a weight in all layers": Shared,
 }
 
@@ -339,35 +337,21 @@ def test_parameters_keep_their_class() -> None:
     assert run_world(_classes, 2) == [["Marked", "Parameter"]] * 2
 
 
-def _scripted(stage: int) -> tuple[dict[str, Tensor], bool]:
-    module = _script()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    _, dp = data_parallel(module, [optimizer], stage)
-    waited = True
-    for _ in range(3):
-        loss = module(torch.ones(2, SIZE)).square().mean()
-        waited &= not any(isinstance(param, GuardedParameter) for param in module.parameters())
-        loss.backward()
-        dp.finish()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(module), waited
-
-
 def _script() -> nn.Module:
     torch.manual_seed(0)
     return torch.jit.script(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, 3)))
 
 
+def _of_ones(module: nn.Module) -> Tensor:
+    loss = module(torch.ones(2, SIZE)).square().mean()
+    assert not any(isinstance(param, GuardedParameter) for param in module.parameters()), "it would read values before they are there"
+    return loss
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_scripted_modules_wait_for_values_that_they_read_without_asking(stage: int) -> None:
-    alone = _script()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for _ in range(3):
-        alone(torch.ones(2, SIZE)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for values, waited in run_world(_scripted, 2, stage):
-        assert waited
-        for name, param in alone.named_parameters():
-            torch.testing.assert_close(values[name], param.detach(), msg=lambda text, name=name: f"{name}: {text}")
+    _assert_as_in_one_process(stage, _nothing, _script, _of_ones)
+
+
+def _nothing(*_: object) -> None:
+    """Does not meddle."""
