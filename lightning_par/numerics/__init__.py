@@ -12,6 +12,7 @@ from lightning_par.numerics.loss_scale import (
 )
 from lightning_par.numerics.loss_weight import IGNORED_LABEL, batch_size, loss_weight
 from lightning_par.numerics.overflow import overflowed
+from lightning_par.numerics.streams import MicrobatchStreams
 
 __all__ = [
     "IGNORED_LABEL",
@@ -19,6 +20,7 @@ __all__ = [
     "GradientShard",
     "LabelWatch",
     "LossScale",
+    "MicrobatchStreams",
     "MinimumReachedError",
     "ScaleState",
     "StaticLossScale",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_par.comm import Group, Lanes, Work
 from lightning_par.layout import Action, Kind, Schedule
+from lightning_par.numerics import MicrobatchStreams
 from lightning_par.pipeline.backward import Rest, backward, backward_inputs
 from lightning_par.pipeline.boundary import (
     Inlet,
@@ -121,7 +123,8 @@ class Pipeline:
 
         All ranks of the group must call. ``forward(m)`` runs the user's step on micro-batch m and returns its loss, weighted and scaled; on
         ranks without the last stage it will not return. It is called once for each stage of this rank. ``signatures[m]`` stands for the
-        shapes and dtypes of the micro-batch's input, equally on all ranks. What the step raises comes out unchanged.
+        shapes and dtypes of the micro-batch's input, equally on all ranks. What the step raises comes out unchanged. Random numbers are
+        drawn as ``MicrobatchStreams`` says.
 
         ``split``: schedules that do backward in two parts do. Where a parameter's value is not there outside its module's forward and
         backward (ZeRO 3) that cannot be; their first part does all of it then.
@@ -155,6 +158,7 @@ class _Step:
         self.lanes, self.forms = pipeline.lanes, pipeline._forms
         self.last_stage = len(pipeline.placement.spans) - 1
         self.device = pipeline.device or next((p.device for p in pipeline.module.parameters()), torch.device("cpu"))
+        self.streams = MicrobatchStreams(len(signatures), self.device)
         self.inbox = Inbox(self.lanes, self.device, self._forms_of, self._learn)
         self.inlets: dict[Place, Inlet] = {}  # where inputs came in, until their gradients are taken
         self.graphs: dict[Place, list[GradientEdge | None]] = {}  # where gradients of an output enter, until backward
@@ -176,8 +180,9 @@ class _Step:
         }
 
     def run(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            self.methods[action.kind](action)
+        with self.streams:
+            for action in actions:
+                self.methods[action.kind](action)
         left = [key for held in (self.inlets, self.graphs, self.seeds, self.rests, self.outgoing, self.headers, self.sent) for key in held]
         assert not left, f"the step left something behind: {left}"
         assert self.inbox.is_empty, "the step left messages unread"
@@ -235,7 +240,8 @@ class _Step:
         """The output of the stage's last layer, or what the user's step returns on the last stage."""
         stage = action.stage
         received = None if inlet is None else rebuild(self.forms[self._key(stage - 1, action.microbatch)], inlet.tensors)
-        with self.pipeline.layers.active(stage, received):
+        self.streams.begin(action.microbatch)
+        with self.pipeline.layers.active(stage, received, partial(self.streams.reach, action.microbatch, stage)):
             try:
                 result = self.forward(action.microbatch)
             except StageExit as stop:

@@ -223,6 +223,7 @@ class _Pass:
 
     span: Span
     received: Any
+    reached: Callable[[], None]
     exits: bool  # whether a stage follows
     ran: int = -1  # the layer of this stage that ran last
     output: Any = None  # what it returned
@@ -261,11 +262,14 @@ class StageLayers(nn.ModuleList):
         self._now: _Pass | None = None
 
     @contextmanager
-    def active(self, stage: int, received: Any) -> Iterator[None]:
-        """Inside, the list presents ``stage`` to the model, with ``received`` as what the layer before it returned."""
+    def active(self, stage: int, received: Any, reached: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Inside, the list presents ``stage`` to the model, with ``received`` as what the layer before it returned.
+
+        ``reached`` is called when the model has come past the layers of earlier stages.
+        """
         if self._now is not None:
             raise PipelineError("a pipeline step was started inside another")
-        self._now = _Pass(self._spans[stage], received, exits=stage < self._stages - 1)
+        self._now = _Pass(self._spans[stage], received, reached, exits=stage < self._stages - 1)
         try:
             yield
         finally:
@@ -322,6 +326,8 @@ class StageLayers(nn.ModuleList):
             raise PipelineError(f"{self._name}.{index} is on another pipeline rank: layers run only within the trainer's steps")
         if index < now.span.start:
             self._check_passing(now, index)
+            if index == now.span.start - 1:
+                now.reached()
             return now.received
         if not now.is_done:
             raise PipelineError(

@@ -236,7 +236,7 @@ class HybridParallelStrategy(ParallelStrategy):
         if self.layout.zero == 3:
             self._until_teardown.enter_context(open_weights(trainer, module))
         self._buffers = BufferSync(state.buffer_places(self._assembled).values(), self.mesh.data)
-        state.share_rng(self.mesh.tp)
+        state.share_rng(self.mesh)
         seams.restrict_metrics(module, self.mesh.dp)
         self._runner = StepRunner(module, self.mesh, self._assembled.pipeline, self.root_device)
         self.precision_plugin.use(self.root_device, None)

@@ -316,7 +316,7 @@ class Holdings:
                 "again"
             )
         if saved is not None and saved != now:
-            state.share_rng(self.mesh.tp)
+            state.share_rng(self.mesh)
             rank_zero_warn(
                 f"checkpoint {source.path} was written under another layout ({saved}): random numbers are not those of a run that kept it"
             )

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers
 from lightning_par.checkpoint.source import LOSS_SCALE, states
-from lightning_par.comm import Group, Mesh
+from lightning_par.comm import Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.strategy.assemble import Assembled
 from lightning_par.zero import DataParallel
@@ -311,11 +311,15 @@ def rng_shards(rank: int) -> dict[str, Shard]:
     return {f"{RNG}.{rank}.{name}": Shard.whole(state, writes=True) for name, state in generators().items()}
 
 
-def share_rng(tp: Group) -> None:
-    """Tensor-parallel ranks compute replicated activations twice, dropout included, so they go on from the state of the first of them."""
-    torch.set_rng_state(tp.broadcast_object(torch.get_rng_state()))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(tp.broadcast_object(torch.cuda.get_rng_state()))
+def share_rng(mesh: Mesh) -> None:
+    """Let ranks that hold parts of one replica go on from the state of the first of them. All ranks call.
+
+    Tensor-parallel ranks compute replicated activations twice, dropout included; pipeline stages draw as ``MicrobatchStreams`` says.
+    """
+    for group in (mesh.tp, mesh.pp):
+        torch.set_rng_state(group.broadcast_object(torch.get_rng_state()))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(group.broadcast_object(torch.cuda.get_rng_state()))
 
 
 def restore_rng(shards: Mapping[str, Shard], rank: int) -> None:

@@ -1,0 +1,110 @@
+"""What a step draws is the same on every stage; what layers draw is not."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_par import HybridParallelStrategy
+from tests.harness import run_world
+from tests.harness.models import QUIET
+
+LAYOUTS = {
+    "1f1b": {"pp": 2},
+    "interleaved": {"pp": 2, "chunks": 2, "schedule": "interleaved_1f1b"},
+    "zbv": {"pp": 2, "chunks": 2, "schedule": "zbv"},
+    "gpipe": {"pp": 2, "schedule": "gpipe"},
+}
+
+
+class Layer(nn.Module):
+    """Draws a mask of its own; ``masks`` are those it drew."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.inner, self.dropout = nn.Linear(6, 6), dropout
+        self.masks: list[Tensor] = []
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        kept = nn.functional.dropout(torch.ones(64), self.dropout)
+        self.masks.append(kept)
+        return x + self.inner(x).tanh() * kept[:6]
+
+
+class Denoiser(L.LightningModule):
+    """Noise is drawn before the layers and compared with after them. ``drawn``: by batch and first element of the micro-batch."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(4))
+        self.head = nn.Linear(6, 6)
+        self.drawn: dict[tuple[int, float], list[tuple[float, ...]]] = {}
+        self.losses: list[float] = []
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        noise, level = torch.randn_like(batch), random.random()
+        mask = torch.from_numpy(np.random.rand(*batch.shape)) < 0.5
+        place = batch_idx, batch[0, 0].item()
+        self.drawn.setdefault(place, []).append((noise.sum().item(), level, mask.sum().item()))
+        x = torch.where(mask, level * noise, batch)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(self.head(x), noise)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(layout: dict[str, Any], dropout: float) -> dict[str, Any]:
+    L.seed_everything(5, verbose=False)
+    module = Denoiser(dropout)
+    data = torch.randn(21, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    strategy = HybridParallelStrategy(microbatches=3, **layout)
+    trainer = L.Trainer(strategy=strategy, devices=layout["pp"], precision="64-true", max_epochs=1, **QUIET)
+    if trainer.global_rank == 1:
+        torch.randn(3)  # a rank that has drawn on its own before does not change the streams
+    trainer.fit(module, DataLoader(data, batch_size=7))
+    masks = {name: child.masks for name, child in module.named_modules() if isinstance(child, Layer)}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    return {"drawn": module.drawn, "losses": module.losses, "masks": masks, "states": states}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_stage_draws_the_noise_of_a_micro_batch_alike(layout: dict[str, Any]) -> None:
+    first, second = run_world(_fit, 2, layout, 0.5)
+    assert first["drawn"].keys() == second["drawn"].keys()
+    assert len(first["drawn"]) == 9
+    for place, draws in first["drawn"].items():
+        everywhere = [*draws, *second["drawn"][place]]
+        assert len(everywhere) == 2 * layout.get("chunks", 1)
+        assert len(set(everywhere)) == 1, place
+    assert len({draws[0] for draws in first["drawn"].values()}) == 9, "micro-batches draw differently"
+    masks = list(chain(*first["masks"].values(), *second["masks"].values()))
+    assert len({tuple(mask.tolist()) for mask in masks}) == len(masks) == 4 * 9, "no two layers, stages or micro-batches share a mask"
+    assert torch.equal(first["states"][0], second["states"][0])
+    assert first["states"][1:] == second["states"][1:]
+
+
+def test_the_loss_of_noise_drawn_in_the_step_does_not_depend_on_the_stages() -> None:
+    runs = {name: run_world(_fit, 2, layout, 0.0)[0]["losses"] for name, layout in LAYOUTS.items()}
+    runs["four ranks"] = run_world(_fit, 4, {"pp": 4}, 0.0)[0]["losses"]
+    for losses in runs.values():
+        assert len(losses) == 3
+        assert losses == pytest.approx(runs["1f1b"], rel=0, abs=1e-12)
