@@ -55,6 +55,7 @@ def _load_and_save(layout: dict[str, int], source: Path, target: Path) -> State:
     return ending(trainer, module)
 
 
+@pytest.mark.slow
 def test_K1_another_layout_goes_on_from_the_same_weights_and_moments(tmp_path: Path) -> None:
     """Saved at dp2 zero1, loaded and saved again at tp2, then pp2, then on one rank: nothing changes on the way."""
     saved = fit_world({"dp": 2, "zero": 1}, STEPS, save=tmp_path / "0")[0]

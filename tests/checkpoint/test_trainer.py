@@ -186,7 +186,9 @@ def test_an_exception_on_all_ranks_is_followed_by_a_save(place: int, tmp_path: P
     assert is_native(saved)
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["OnExceptionCheckpoint", "ModelCheckpoint"])
+@pytest.mark.parametrize(
+    "place", [pytest.param(0, id="OnExceptionCheckpoint", marks=pytest.mark.slow), pytest.param(1, id="ModelCheckpoint")]
+)
 def test_L11_an_exception_on_one_rank_is_not_held_up_by_a_save(place: int, tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(WorldError) as error:

@@ -49,6 +49,7 @@ def test_h1_w1_a_job_of_two_ranks_leaves_one_folder_one_config_one_run_one_csv_o
     assert "Trained to step 5" in again.output
 
 
+@pytest.mark.slow
 def test_ranks_started_by_torchrun_are_joined_and_share_one_folder(lightning_par, tmp_path):
     done = lightning_par("train", "trainer.devices=2", "parallel.tp=2", *TINY, ranks=2)
     assert done.code == 0, done.output
@@ -74,7 +75,8 @@ def test_h3_w5_each_job_of_a_multirun_has_its_own_overrides_folder_and_run(light
         assert (folder / "last").exists()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(None, id="started"), pytest.param(2, id="joined", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param(None, id="started"), pytest.param(2, id="joined")])
 def test_l11_a_failing_rank_ends_the_job_with_its_own_traceback(lightning_par, tmp_path, ranks):
     (tmp_path / "failing.py").write_text(FAILING)
     done = lightning_par("train", "trainer.devices=2", "model._target_=failing.Failing", *TINY, ranks=ranks, FAIL="raise")

@@ -95,7 +95,7 @@ def test_P18_weight_gradients_that_come_late_are_reduced_at_every_stage_of_zero(
     _compare(layout | {"dp": 2, "zero": zero}, tie)
 
 
-@pytest.mark.parametrize("layout", [ZB_H1 | {"tp": 2}, ZBV | {"cp": 2}])
+@pytest.mark.parametrize("layout", [ZB_H1 | {"tp": 2}, _slow(ZBV | {"cp": 2})])
 def test_the_other_axes_beside_a_zero_bubble_schedule(layout: dict[str, Any]) -> None:
     _compare(layout, False)
 

@@ -231,7 +231,7 @@ def _clipped(layout: dict[str, int], scale: float | None, clip: float) -> tuple[
     return module.norms, None if after is None else {key: (before[key] - after[key]).float() for key in before}
 
 
-@pytest.mark.parametrize("layout", [n if n in ("tp2", "cp2") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.parametrize("layout", [n if n == "tp2" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
 def test_A5_A14_hooks_see_and_clipping_clips_the_norm_of_float32_under_every_layout(layout: str) -> None:
     for clip, is_clipped in ((0.05, True), (100.0, False)):
         (norms, exact), _ = run_world(_clipped, 2, LAYOUTS[layout], None, clip)
@@ -341,7 +341,7 @@ def _bf16_norms(precision: str, accumulate: int) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_Z19_bfloat16_has_no_loss_scale_and_no_gradient_is_left_over(accumulate: int) -> None:
     exact = run_world(_bf16_norms, 2, "32-true", accumulate)[0]
     for precision in ("bf16-mixed", "bf16-true"):

@@ -253,15 +253,9 @@ MOMENTS = {"within": ("batch", 2), "last": ("batch", EPOCH), "end": ("epoch", EP
 LIMITS = {"steps": {"max_steps": 3 * EPOCH - 1}, "epochs": {"max_epochs": 3}}
 
 
-@pytest.mark.parametrize(
-    ("layout", "limit"),
-    [
-        pytest.param({"dp": 2}, "steps", id="dp2 steps"),
-        pytest.param({"dp": 2}, "epochs", id="dp2 epochs", marks=pytest.mark.slow),
-        pytest.param({"dp": 1}, "steps", id="one rank steps", marks=pytest.mark.slow),
-        pytest.param({"dp": 1}, "epochs", id="one rank epochs", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 1}], ids=["dp2", "one rank"])
+@pytest.mark.parametrize("limit", ["steps", "epochs"])
 def test_K10_K11_any_dataloader_goes_on_with_the_next_sample_and_random_number(layout: dict[str, int], limit: str, tmp_path: Path) -> None:
     """Bit for bit in the same layout: samples, random numbers, epochs, batches, steps, wherever the run was saved."""
     names = [name for name in LOADERS if name != "with_workers"] if layout["dp"] > 1 else ["shuffled", "own_sampler", "with_workers"]

@@ -80,7 +80,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tenso
     return train(tmp_path_factory.mktemp("reference"))[1].state_dict()
 
 
-@pytest.mark.parametrize("how", ["python", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["python", "torchrun"])
 def test_a_users_script_trains_at_tp2_pp2_as_in_one_process(how: str, tmp_path: Path, reference: dict[str, torch.Tensor]) -> None:
     job = _start(tmp_path, how, layout="tp=2, pp=2", devices=4)
     code, output = job.wait()

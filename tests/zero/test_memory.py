@@ -112,7 +112,7 @@ def _measure_all(stages: tuple[int, ...]) -> dict[tuple[int, int], dict[str, int
     return {(stage, accumulate): _measure(stage, accumulate) for stage in stages for accumulate in (1, 3)}
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_state_is_what_the_formula_says(world: int) -> None:
     psi, n = LAYERS * LAYER, world
     parameters = {0: psi, 1: psi, 2: psi, 3: psi / n}

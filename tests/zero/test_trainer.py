@@ -55,6 +55,6 @@ def test_tied_weights_accumulation_and_sgd(stage: int) -> None:
     _compare({"dp": 2, "zero": stage}, _module(tie=True, optimizer="sgd", lr=0.1), accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 def test_T6_tied_weights_across_stages_of_a_pipeline(stage: int) -> None:
     _compare({"dp": 2, "pp": 2, "zero": stage}, _module(tie=True))
