@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,25 +40,29 @@ class HostCopies:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, shards: Mapping[str, Shard]) -> Copies:
-        mine = {name: shard for name, shard in shards.items() if shard.writes}
-        self._buffers = {name: self._buffer(name, shard.data) for name, shard in mine.items()}
-        arrived = None
-        for name, shard in mine.items():
-            data = shard.data.detach().view(-1)
-            self._buffers[name].copy_(data, non_blocking=data.is_cuda)
-            if data.is_cuda:
-                data.record_stream(torch.cuda.current_stream(data.device))
-                arrived = torch.cuda.Event() if arrived is None else arrived
+        before, self._buffers, copies, arrived = self._buffers, {}, {}, None
+        with torch.no_grad():
+            for name, shard in shards.items():
+                if not shard.writes:
+                    continue
+                data = shard.data
+                self._buffers[name] = buffer = _like(data, before.get(name))
+                buffer.copy_(data, non_blocking=data.is_cuda)
+                copies[name] = Shard(shard.spec, buffer)
+                if data.is_cuda:
+                    data.record_stream(torch.cuda.current_stream(data.device))
+                    arrived = torch.cuda.Event() if arrived is None else arrived
         if arrived is not None:
             arrived.record()
-        return Copies({name: replace(shard, data=self._buffers[name], origin=None) for name, shard in mine.items()}, arrived)
+        return Copies(copies, arrived)
 
     def clear(self) -> None:
         """Give the memory back."""
         self._buffers = {}
 
-    def _buffer(self, name: str, data: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is not None and buffer.numel() == data.numel() and buffer.dtype == data.dtype and buffer.is_pinned() == data.is_cuda:
-            return buffer
-        return torch.empty(data.numel(), dtype=data.dtype, pin_memory=data.is_cuda)
+
+def _like(data: Tensor, buffer: Tensor | None) -> Tensor:
+    """Host memory for a copy: ``buffer``, if it fits."""
+    if buffer is not None and buffer.shape == data.shape and buffer.dtype == data.dtype and buffer.is_pinned() == data.is_cuda:
+        return buffer
+    return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)

@@ -49,7 +49,7 @@ from lightning_par.strategy.assemble import Assembled
 from lightning_par.zero import DataParallel
 
 PATIENCE = timedelta(minutes=5)
-"""How long a rank that saves a checkpoint waits for the others to do so."""
+"""How long a rank that saves a checkpoint waits for the others to do so, unless the strategy's timeout is shorter."""
 PATIENCE_AFTER_EXCEPTION = timedelta(seconds=3)
 """The same for a rank that was thrown out of its run: the others may be in the middle of a step."""
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Attendance:
     """
 
     def __init__(self, world: Group) -> None:
-        self._meeting = Meeting(world)
+        self._meeting, self._patience = Meeting(world), min(PATIENCE, world.timeout or PATIENCE)
         self.is_alone = False
 
     def all_come_to_save(self, filepath: str | os.PathLike[str], *, interrupted: bool) -> bool:
@@ -72,11 +72,11 @@ class Attendance:
         Raises:
             CheckpointError: other ranks do not save, and no exception is the reason.
         """
-        missing = [] if self.is_alone else self._meeting.missing(PATIENCE_AFTER_EXCEPTION if interrupted else PATIENCE)
+        missing = [] if self.is_alone else self._meeting.missing(PATIENCE_AFTER_EXCEPTION if interrupted else self._patience)
         self.is_alone |= bool(missing)
         if missing and not interrupted:
             raise CheckpointError(
-                f"{filepath} is not saved: ranks {missing} have not come within {PATIENCE}. Each rank writes its own part, so "
+                f"{filepath} is not saved: ranks {missing} have not come within {self._patience}. Each rank writes its own part, so "
                 "trainer.save_checkpoint must be called on all ranks"
             )
         if self.is_alone:
@@ -166,24 +166,19 @@ class Holdings:
         for optimizer in optimizers:
             tensors |= optimizer["shards"]
         tensors |= state.rng_shards(self.mesh.rank)
-        metas = self.mesh.world.gather_objects([optimizer["meta"] for optimizer in optimizers])
-        order, _ = self._whole_orders()
-        merged = [state.merge_optimizer_meta(ranks, order[index]) for index, ranks in enumerate(zip(*metas, strict=True))]
-        extras, dropped = self._extra_states()
-        meta = plain(checkpoint | {OPTIMIZERS: merged, MODULE: state.module_meta(self.part) | extras}, dropped)
+        everyone = self._tell([optimizer["meta"] for optimizer in optimizers], extras=True)
+        order, _ = self._whole_orders(everyone)
+        metas = zip(*(told.optimizers for told in everyone), strict=True)
+        merged = [state.merge_optimizer_meta(ranks, order[index]) for index, ranks in enumerate(metas)]
+        extras = {key: value for told in reversed(everyone) for key, value in told.extras.items()}  # of equal parts the first rank tells
+        untold = [f"{MODEL}.{key} (neither parameter nor buffer, nor of get_extra_state)" for key in self.part.untold]
+        dropped = [*dict.fromkeys([*untold, *(path for told in everyone for path in told.dropped)])]
+        module = state.module_meta(self.part, everyone) | ({EXTRA_STATES: extras} if extras else {})
+        meta = plain(checkpoint | {OPTIMIZERS: merged, MODULE: module}, dropped)
         if dropped:
             rank_zero_warn(f"not saved in {filepath}, since they are no plain data: {', '.join(dropped)}")
         meta["layout"] = self._layout()
         saver.save(filepath, tensors, meta)
-
-    def _extra_states(self) -> tuple[dict[str, Any], list[str]]:
-        """Of the whole module, and what no checkpoint can hold of it. Of ranks that have the same part the first tells."""
-        untold = [f"{MODEL}.{key} (neither parameter nor buffer, nor of get_extra_state)" for key in self.part.untold]
-        mine = plain({key: module.get_extra_state() for key, module in state.extra_places(self.part).items()}, dropped := [], MODEL)
-        everyone = self.mesh.world.gather_objects((mine, dropped))
-        extras = {key: value for told, _ in reversed(everyone) for key, value in told.items()}
-        dropped = [*dict.fromkeys([*untold, *(path for _, paths in everyone for path in paths)])]
-        return {EXTRA_STATES: extras} if extras else {}, dropped
 
     def load(self, filepath: str | os.PathLike[str]) -> dict[str, Any]:
         """The plain part of a checkpoint of any format; ``load_model`` and ``load_optimizers`` read its tensors.
@@ -199,13 +194,14 @@ class Holdings:
 
         source = self._everywhere(f"ckpt_path={str(filepath)!r}", read)
         if source.is_numbered and self.orders:
-            order, certain = self._whole_orders()
+            everyone = self._tell([], extras=False)
+            order, certain = self._whole_orders(everyone)
             if not certain:
                 raise CheckpointError(
                     f"{filepath} numbers the parameters of its optimizer, but the order that configure_optimizers gives them in cannot be "
                     f"told from the stages of a pipeline: load it once with pp=1 instead of pp={self.mesh.layout.pp}, and save it"
                 )
-            frozen = state.module_meta(self.part)["frozen"]
+            frozen = state.module_meta(self.part, everyone)["frozen"]
             source = source.named([[name for group in groups for name in group] for groups in order], frozen)
         source = state.in_module(source, self.part)
         return {"state_dict": {}} | source.meta | {_SOURCE: source}
@@ -321,8 +317,12 @@ class Holdings:
                 f"checkpoint {source.path} was written under another layout ({saved}): random numbers are not those of a run that kept it"
             )
 
-    def _whole_orders(self) -> tuple[state.Orders, bool]:
-        return state.merge_orders(self.mesh.world.gather_objects(self.orders), list(dict.fromkeys(self.part.aliases.values())))
+    def _tell(self, optimizers: list[dict[str, Any]], *, extras: bool) -> list[state.Told]:
+        """Of every rank; all of it in one exchange, since a step waits for it."""
+        return self.mesh.world.gather_objects(state.Told.of(self.part, self.orders, optimizers, extras=extras))
+
+    def _whole_orders(self, everyone: Sequence[state.Told]) -> tuple[state.Orders, bool]:
+        return state.merge_orders([told.orders for told in everyone], list(dict.fromkeys(self.part.aliases.values())))
 
     def _layout(self) -> dict[str, Any]:
         return vars(self.mesh.layout) | {"world": self.mesh.world.size}

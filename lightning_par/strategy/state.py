@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers
+from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers, plain
 from lightning_par.checkpoint.source import LOSS_SCALE, states
 from lightning_par.comm import Mesh
 from lightning_par.layout import ShardSpec
@@ -131,15 +131,38 @@ def merge_orders(everyone: Sequence[Orders], module: Sequence[str]) -> tuple[Ord
     return merged, certain
 
 
-def module_meta(assembled: Assembled) -> dict[str, Any]:
-    """What a checkpoint of another format must be told of the module: see Note [One form for all formats] in ``checkpoint.source``.
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells all others of its part, so that each knows the whole.
 
-    All ranks call.
+    Attributes:
+        buffers, frozen: the names of its persistent buffers, and of its parameters that are not trained.
+        orders: see ``orders``.
+        optimizers: the ``optimizer_meta`` of each optimizer, where a checkpoint is saved.
+        extras: what ``get_extra_state`` of its modules returned, as plain data, by its key in the state dict; ``dropped``: paths in it
+            that are no plain data.
     """
-    mine = list(persistent_buffers(assembled)), [info.name for info in assembled.parameters if not info.param.requires_grad]
-    everyone = assembled.mesh.world.gather_objects(mine)
+
+    buffers: list[str]
+    frozen: list[str]
+    orders: Orders
+    optimizers: list[dict[str, Any]]
+    extras: dict[str, Any]
+    dropped: list[str]
+
+    @classmethod
+    def of(cls, assembled: Assembled, orders: Orders, optimizers: list[dict[str, Any]], *, extras: bool) -> Told:
+        """``extras``: whether modules are asked for their extra state."""
+        frozen = [info.name for info in assembled.parameters if not info.param.requires_grad]
+        asked = {key: module.get_extra_state() for key, module in extra_places(assembled).items()} if extras else {}
+        return cls(list(persistent_buffers(assembled)), frozen, orders, optimizers, plain(asked, dropped := [], MODEL), dropped)
+
+
+def module_meta(assembled: Assembled, everyone: Sequence[Told]) -> dict[str, Any]:
+    """What a checkpoint of another format must be told of the module: see Note [One form for all formats] in ``checkpoint.source``."""
     names = list(dict.fromkeys(assembled.aliases.values()))
-    buffers, frozen = ({name for rank in everyone for name in rank[what]} for what in (0, 1))
+    buffers = {name for told in everyone for name in told.buffers}
+    frozen = {name for told in everyone for name in told.frozen}
     return {
         "aliases": dict(assembled.aliases),
         "buffers": [name for name in names if name in buffers],
