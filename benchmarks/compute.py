@@ -1,8 +1,9 @@
 """Pipelines that really compute, beside torch's and DDP. ``python -m benchmarks.compute --help``.
 
 Both pipelines cut the same decoder into the same stages and train it with the same optimizer on the same micro-batches of one sequence
-each; ``*_balanced`` takes the cut that ours chooses by itself. Ranks and cores are equally many, so that a wait is a wait. What a step
-takes of DDP's on the tiny model is what it costs to run a model in so many pieces.
+each; ``*_balanced`` takes the cut that ours chooses by itself, ``*_default`` its number of micro-batches as well (one a stage). Ranks and
+cores are equally many, so that a wait is a wait. What a step takes of DDP's on the tiny model is what it costs to run a model in so many
+pieces.
 """
 
 from __future__ import annotations
@@ -33,19 +34,22 @@ from lightning_par.pipeline import Pipeline
 from lightning_par.recipes.gpt import GPT, next_token_loss, rotary_angles
 
 CHUNKS = {"1f1b": 1, "interleaved_1f1b": 2}
+MICROBATCHES = 8
+"""Of one sequence each."""
 
 
-def ours(context: Context, *, schedule: str, balance: str = "equal") -> Built:
+def ours(context: Context, *, schedule: str, balance: str = "equal", microbatches: int | None = None) -> Built:
     """The unmodified model under ``Pipeline.split``."""
-    model, chunks, microbatches = context.model(), CHUNKS[schedule], context.size.batch
-    mesh = Mesh.build(ParallelLayout(pp=context.world).resolve(context.world))
+    model, chunks = context.model(), CHUNKS[schedule]
+    mesh = Mesh.build(ParallelLayout(pp=context.world, chunks=chunks, schedule=schedule, microbatches=microbatches).resolve(context.world))
+    microbatches = mesh.layout.microbatches_for(context.size.batch)
     stages = context.world * chunks
     layers = [len(model.layers) // stages] * stages if balance == "equal" else balance
     pipeline = Pipeline.split(model, mesh.pp, schedule, chunks, balance=layers)
     optimizer = context.optimizer(model)
 
     def step(i: int) -> Tensor | None:
-        tokens, targets = (whole.split(1) for whole in global_batch(context.size, i))
+        tokens, targets = (whole.chunk(microbatches) for whole in global_batch(context.size, i))
         losses: list[Tensor] = []
 
         def forward(m: int) -> Tensor:
@@ -86,7 +90,7 @@ class Part(nn.Module):
 def torchs(context: Context, *, schedule: str) -> Built:
     """torch.distributed.pipelining, told what each stage is."""
     kinds: dict[str, Any] = {"1f1b": pipelining.Schedule1F1B, "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B}
-    model, chunks, microbatches = context.model(), CHUNKS[schedule], context.size.batch
+    model, chunks, microbatches = context.model(), CHUNKS[schedule], MICROBATCHES
     count = context.world * chunks
     each = len(model.layers) // count
     mine = SCHEDULES[schedule].stages_of(context.rank, context.world, chunks)
@@ -110,12 +114,14 @@ def torchs(context: Context, *, schedule: str) -> Built:
 
 VARIANTS = {
     "ddp": Variant(peers.ddp),
-    "ours_1f1b": Variant(partial(ours, schedule="1f1b")),
+    "ours_1f1b": Variant(partial(ours, schedule="1f1b", microbatches=MICROBATCHES)),
     "torch_1f1b": Variant(partial(torchs, schedule="1f1b")),
-    "ours_interleaved": Variant(partial(ours, schedule="interleaved_1f1b")),
+    "ours_interleaved": Variant(partial(ours, schedule="interleaved_1f1b", microbatches=MICROBATCHES)),
     "torch_interleaved": Variant(partial(torchs, schedule="interleaved_1f1b")),
-    "ours_1f1b_balanced": Variant(partial(ours, schedule="1f1b", balance="parameters")),
-    "ours_interleaved_balanced": Variant(partial(ours, schedule="interleaved_1f1b", balance="parameters")),
+    "ours_1f1b_balanced": Variant(partial(ours, schedule="1f1b", balance="parameters", microbatches=MICROBATCHES)),
+    "ours_interleaved_balanced": Variant(partial(ours, schedule="interleaved_1f1b", balance="parameters", microbatches=MICROBATCHES)),
+    "ours_1f1b_default": Variant(partial(ours, schedule="1f1b", balance="parameters")),
+    "ours_interleaved_default": Variant(partial(ours, schedule="interleaved_1f1b", balance="parameters")),
 }
 
 LIMITS = {
@@ -123,9 +129,9 @@ LIMITS = {
         ("torch_1f1b", Limit("ours_1f1b_balanced", "walls", 0.97)),
         ("torch_interleaved", Limit("ours_interleaved_balanced", "walls", 0.97)),
     ],
-    "tiny": [("ddp", Limit("ours_1f1b", "walls", 1.8)), ("ddp", Limit("ours_interleaved", "walls", 2.1))],
+    "tiny": [("ddp", Limit("ours_1f1b_default", "walls", 1.8)), ("ddp", Limit("ours_interleaved_default", "walls", 2.1))],
 }
-"""What a step may take of whose: each as its user gets it, torch's stages cut by hand, ours by themselves."""
+"""What a step may take of whose: ours as ``pp=2`` gives it, by its own cut, and where pieces cost (tiny) by its own number of them."""
 
 
 def main(arguments: list[str]) -> int:
@@ -145,7 +151,7 @@ def main(arguments: list[str]) -> int:
             for name, record in records.items()
             if record.skipped is None
         ]
-        print(f"\n{options.size}, {options.ranks} ranks, {size.batch} micro-batches\n\n{aligned([header, *rows])}")
+        print(f"\n{options.size}, {options.ranks} ranks, {MICROBATCHES} micro-batches\n\n{aligned([header, *rows])}")
         for anchor, limit in LIMITS[options.size] if options.check else []:
             lines, kept = verdicts(records, anchor, [limit])
             print(*lines)

@@ -1,9 +1,9 @@
 """Boundary: what a layer returned, as it crosses from one stage to the next.
 
-A layer may return a tensor, or any nesting of tuples, lists and dicts of tensors and plain values. Its *form* is the same nesting with a
-``TensorForm`` in place of each tensor: plain data that compares equal, pickles, and tells the receiver what to allocate. The tensors
-travel in the order of the nesting. Gradients come back for the floating ones, always for all of them: whether a gradient exists
-must not depend on what one side happens to have frozen. Where autograd found none, zeros are sent.
+A layer may return a tensor (most do, and it need not be taken apart), or any nesting of tuples, lists and dicts of tensors and plain
+values. Its *form* is the same nesting with a ``TensorForm`` in place of each tensor: plain data that compares equal, pickles, and tells
+the receiver what to allocate. The tensors travel in the order of the nesting. Gradients come back for the floating ones, always for all
+of them: whether a gradient exists must not depend on what one side happens to have frozen. Where autograd found none, zeros are sent.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class TensorForm:
 
 def form_of(output: Any) -> Any:
     """The form of a layer's output. Values that are neither tensors nor plain are refused."""
+    if isinstance(output, Tensor):
+        return TensorForm(tuple(output.shape), output.dtype)
     for leaf in tree_leaves(output):
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise PipelineError(
@@ -49,11 +51,15 @@ def form_of(output: Any) -> Any:
 
 def tensors_of(output: Any) -> list[Tensor]:
     """The tensors of a layer's output, in order."""
+    if isinstance(output, Tensor):
+        return [output]
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def tensor_forms(form: Any) -> list[TensorForm]:
     """What is sent forward."""
+    if isinstance(form, TensorForm):
+        return [form]
     return [leaf for leaf in tree_leaves(form) if isinstance(leaf, TensorForm)]
 
 
@@ -65,6 +71,8 @@ def gradient_forms(form: Any) -> list[TensorForm]:
 def rebuild(form: Any, tensors: Iterable[Tensor]) -> Any:
     """The layer's output again, with these tensors in it."""
     left = iter(tensors)
+    if isinstance(form, TensorForm):
+        return next(left)
     return tree_map_only(TensorForm, lambda _: next(left), form)
 
 
