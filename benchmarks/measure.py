@@ -49,6 +49,7 @@ def loopback_bytes() -> int:
 
 def storages() -> dict[int, int]:
     """Address and bytes of every storage behind a tensor that Python knows of; a flat buffer with many views counts once."""
+    time.sleep(0.05)  # gloo's thread lets go of what it worked with a moment after it has said that it is done
     gc.collect()
     with torch._C.DisableTorchFunctionSubclass():  # only to look: a freed parameter of ours would object
         tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
