@@ -1,9 +1,9 @@
 """Pipelines that really compute, beside torch's and DDP. ``python -m benchmarks.compute --help``.
 
 Both pipelines cut the same decoder into the same stages and train it with the same optimizer on the same micro-batches of one sequence
-each; ``*_balanced`` takes the cut that ours chooses by itself, ``*_default`` its number of micro-batches as well (one a stage). Ranks and
-cores are equally many, so that a wait is a wait. What a step takes of DDP's on the tiny model is what it costs to run a model in so many
-pieces.
+each; ``*_balanced`` takes the cut that ``balance="flops"`` chooses, ``*_default`` what ``pp=2`` alone gives: the cut by parameters, one
+micro-batch a stage. Ranks and cores are equally many, so that a wait is a wait. What a step takes of DDP's on the tiny model is what it
+costs to run a model in so many pieces.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ VARIANTS = {
     "torch_1f1b": Variant(partial(torchs, schedule="1f1b")),
     "ours_interleaved": Variant(partial(ours, schedule="interleaved_1f1b", microbatches=MICROBATCHES)),
     "torch_interleaved": Variant(partial(torchs, schedule="interleaved_1f1b")),
-    "ours_1f1b_balanced": Variant(partial(ours, schedule="1f1b", balance="parameters", microbatches=MICROBATCHES)),
-    "ours_interleaved_balanced": Variant(partial(ours, schedule="interleaved_1f1b", balance="parameters", microbatches=MICROBATCHES)),
+    "ours_1f1b_balanced": Variant(partial(ours, schedule="1f1b", balance="flops", microbatches=MICROBATCHES)),
+    "ours_interleaved_balanced": Variant(partial(ours, schedule="interleaved_1f1b", balance="flops", microbatches=MICROBATCHES)),
     "ours_1f1b_default": Variant(partial(ours, schedule="1f1b", balance="parameters")),
     "ours_interleaved_default": Variant(partial(ours, schedule="interleaved_1f1b", balance="parameters")),
 }
@@ -131,7 +131,7 @@ LIMITS = {
     ],
     "tiny": [("ddp", Limit("ours_1f1b_default", "walls", 1.8)), ("ddp", Limit("ours_interleaved_default", "walls", 2.1))],
 }
-"""What a step may take of whose: ours as ``pp=2`` gives it, by its own cut, and where pieces cost (tiny) by its own number of them."""
+"""What a step may take of whose."""
 
 
 def main(arguments: list[str]) -> int:
