@@ -50,11 +50,15 @@ def _train(layout: dict[str, int], folder: Path, tied: bool) -> dict[str, torch.
     return strategy.full_state_dict()
 
 
-def _logits(folder: Path, **options: Any) -> torch.Tensor:
+def _pretrained(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def _logits(folder: Path, **options: Any) -> torch.Tensor:
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()(input_ids=PROMPT).logits
+        return _pretrained(folder, **options).eval()(input_ids=PROMPT).logits
 
 
 def _logits_of(weights: dict[str, torch.Tensor], tied: bool) -> torch.Tensor:
@@ -70,13 +74,15 @@ def _logits_of(weights: dict[str, torch.Tensor], tied: bool) -> torch.Tensor:
     ids=["one rank, tied", "tp2 pp2"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_from_pretrained_gives_the_logits_of_the_trained_model(layout: dict[str, int], tied: bool, tmp_path: Path) -> None:
+def test_Z2_from_pretrained_gives_the_logits_of_the_trained_model(layout: dict[str, int], tied: bool, tmp_path: Path) -> None:
     weights = run_world(_train, world_size(layout), layout, tmp_path / "last", tied)[0]
     report = convert(tmp_path / "last", tmp_path / "out", "hf")
     assert report.rounded == ()
     assert torch.equal(_logits(tmp_path / "out", dtype=torch.float32), _logits_of(weights, tied))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["architectures"], config["num_hidden_layers"], config["num_attention_heads"]) == (["LlamaForCausalLM"], 3, 4)
+    model = _pretrained(tmp_path / "out")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     back = run_world(_load, 1, tmp_path / "out", tied)[0]
     for name, value in weights.items():
         assert torch.equal(back[name], value), name
