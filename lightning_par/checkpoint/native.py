@@ -89,10 +89,16 @@ def save_awaited(folder: str | os.PathLike[str], tensors: Callable[[], Mapping[s
 
 
 def remove(folder: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint, at once for those who look for it; a file or a link too. One process calls."""
+    """Delete a checkpoint, at once for those who look for it; a file or a link too. Files in it that are none of ours stay.
+
+    One process calls.
+    """
     for found in (_replaced(Path(folder)), Path(folder)):
         if found.is_file():
             found.unlink()
+        elif found.is_dir() and not found.is_symlink() and _is_whole(found) and _foreign(found):
+            for name in (META, *(file.name for file in found.iterdir() if OURS.fullmatch(file.name) and file.name != META)):
+                (found / name).unlink()
         elif found.exists() or found.is_symlink():
             _discard(found)
 
@@ -235,10 +241,23 @@ def _clean(parent: Path) -> None:
     for replaced in parent.glob(f"*{REPLACED}"):
         target = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if _is_whole(target) and not is_held(_partial(target)) and _is_ours(replaced):
-            _discard(replaced)
+            _retire(replaced, target)
     for partial in parent.glob(f"*{PARTIAL}"):
-        if is_held(partial) is False and _is_ours(partial):
+        if is_held(partial) is False and _is_ours(partial) and any(partial.iterdir()):
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _retire(replaced: Path, target: Path) -> None:
+    """Delete what ``target`` has replaced, but for files in it that are none of ours: they go on to ``target``."""
+    if not replaced.is_symlink():
+        for file in _foreign(replaced):
+            file.rename(target / file.name)
+    _discard(replaced)
+
+
+def _foreign(folder: Path) -> list[Path]:
+    """What others have put there."""
+    return [file for file in folder.iterdir() if not OURS.fullmatch(file.name)]
 
 
 def _discard(folder: Path) -> None:
@@ -254,7 +273,7 @@ def _discard(folder: Path) -> None:
 
 def _is_ours(folder: Path) -> bool:
     """A checkpoint, or what is left of one, or empty."""
-    return folder.is_dir() and (_is_whole(folder) or all(OURS.fullmatch(file.name) for file in folder.iterdir()))
+    return folder.is_dir() and (_is_whole(folder) or not _foreign(folder))
 
 
 def _partial(folder: Path) -> Path:
@@ -356,7 +375,7 @@ def _complete(target: Path, parts: Sequence[Part], meta: Mapping[str, Any]) -> N
     sync_folder(target.parent)
     if replaced.exists() or replaced.is_symlink():
         with suppress(OSError):  # the checkpoint is complete; the next save tries again
-            _discard(replaced)
+            _retire(replaced, target)
 
 
 def _found(folder: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from pathlib import PurePath
 from typing import Any
@@ -11,13 +12,15 @@ import torch
 
 
 def plain(value: Any, dropped: list[str], path: str = "") -> Any:
-    """``value`` as dicts, lists, tuples, numbers, strings and tensors.
+    """``value`` as dicts, lists, tuples, sets, numbers, strings and tensors.
 
-    Mappings and sequences of any class (OmegaConf's, Lightning's) become dicts and lists, paths and enum members strings and values; so do
-    keys. What cannot be told that way is left out and its path added to ``dropped``.
+    Mappings and sequences of any other class (OmegaConf's, Lightning's) become dicts and lists, paths and enum members strings and values;
+    so do keys. What cannot be told that way is left out and its path added to ``dropped``, and so is a sequence that would lack an item.
     """
     if value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, torch.dtype | torch.device):
         return value
+    if type(value) is bytearray:
+        return bytearray(value)
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().as_subclass(torch.Tensor)
     if isinstance(value, enum.Enum):
@@ -28,11 +31,15 @@ def plain(value: Any, dropped: list[str], path: str = "") -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        return _mapping(value, dropped, path)
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(_kept(value, dropped, path))
+        kept = _mapping(value, dropped, path)
+        return type(value)(kept) if type(value) in (Counter, OrderedDict) else kept
     if isinstance(value, Sequence | Set):
-        return _kept(value, dropped, path)
+        items = [plain(item, dropped, f"{path}[{index}]") for index, item in enumerate(value)]
+        if any(item is _DROPPED for item in items):
+            return _DROPPED
+        if type(value) is tuple:
+            return tuple(items)
+        return set(items) if type(value) is set and all(map(_is_hashable, items)) else items
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy number
         return plain(value.item(), dropped, path)
     dropped.append(f"{path} ({type(value).__module__}.{type(value).__qualname__})")
@@ -60,8 +67,3 @@ def _is_hashable(key: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _kept(values: Any, dropped: list[str], path: str) -> list[Any]:
-    items = [plain(item, dropped, f"{path}[{index}]") for index, item in enumerate(values)]
-    return [item for item in items if item is not _DROPPED]

@@ -148,6 +148,20 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "data" / "precious").read_text() == "a file"
 
 
+def test_files_of_others_in_a_checkpoint_outlive_it(tmp_path: Path) -> None:
+    folder = tmp_path / "last"
+    run_world(_save, 1, folder)
+    (folder / "notes.txt").write_text("mine")
+    (tmp_path / "download.partial").mkdir()
+    run_world(_save, 1, folder, 2.0)
+    _assert_holds(folder, 2.0)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "download.partial").is_dir()
+    native.remove(folder)
+    assert not is_native(folder)
+    assert [file.name for file in folder.iterdir()] == ["notes.txt"]
+
+
 @pytest.mark.parametrize("ending", [native.PARTIAL, native.REPLACED])
 def test_names_of_folders_that_are_cleaned_up_are_refused(ending: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"x\{ending}: names that end with .* choose another name"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,19 @@ def test_a_checkpoint_that_could_not_be_read_does_not_take_the_place_of_the_last
         native.save(tmp_path / "last", {}, {"value": Color.RED}, World)
     assert native.read_meta(tmp_path / "last") == {"value": 1}
     assert torch.load(tmp_path / "last/meta.pt", weights_only=True) == {"value": 1}
+
+
+def test_containers_come_back_as_what_they_were(tmp_path: Path) -> None:
+    state = {"set": {1, 2}, "bytes": bytearray(b"ab"), "count": Counter("aab"), "order": OrderedDict(b=1, a=2), "pair": (1, [2])}
+    told = plain(state | {"steps": range(3)}, dropped := [])
+    assert not dropped
+    native.save(tmp_path / "last", {}, told, World)
+    back = native.read_meta(tmp_path / "last")
+    assert back == state | {"steps": [0, 1, 2]}
+    assert [type(value) for value in back.values()] == [set, bytearray, Counter, OrderedDict, tuple, list]
+
+
+def test_a_sequence_that_would_lack_an_item_is_left_out_whole_and_named() -> None:
+    dropped: list[str] = []
+    assert plain({"a": [1, len, 3], "b": [{"c": 1, "d": len}]}, dropped, "state") == {"b": [{"c": 1}]}
+    assert [place.partition(" ")[0] for place in dropped] == ["state.a[1]", "state.b[0].d"]
