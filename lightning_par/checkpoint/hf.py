@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_par.checkpoint.deepspeed.names import require_file_names
 from lightning_par.checkpoint.deepspeed.write import DTYPES, Target
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import write_through
@@ -57,6 +58,7 @@ def open_hf(path: Path) -> Source:
     try:
         config = json.loads((path / CONFIG).read_text())
         files = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values())) if (path / INDEX).is_file() else [SINGLE]
+        require_file_names(path / INDEX, "the file", files)
         entries = {f"{MODEL}.{name}": entry for file in files for name, entry in _tensors(path / file).items()}
         facts = {"model_type": config.get("model_type")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:

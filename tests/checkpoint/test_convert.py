@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -151,6 +152,52 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "list.ckpt")
     with pytest.raises(CheckpointError, match="format='zip': choose one of native, ckpt, deepspeed, universal, hf"):
         convert(tmp_path / "list.ckpt", tmp_path / "out", "zip")
+
+
+def _evil(path: Path, name: str = "b", key: str = "exp_avg", step: Any = 1) -> Path:
+    """A file of plain Lightning whose parameter, key of optimizer state or step leads out of the folder that it is converted to."""
+    state = {place: {"step": torch.tensor(1.0), key: torch.ones(2 + place)} for place in (0, 1)}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    weights = {"a": torch.ones(2), name: torch.ones(3)}
+    torch.save({"state_dict": weights, "optimizer_states": [optimizer], "epoch": 0, "global_step": step}, path / "evil.ckpt")
+    return path / "evil.ckpt"
+
+
+@pytest.mark.parametrize("name", ["../../../x", "{}/x", "a/b", "..", ".", "", "a\\b", "n" * 300], ids=repr)
+def test_a_name_that_leads_out_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    name = name.format(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=rf"the parameter {re.escape(repr(name))} cannot be the name of a file or folder: .* no slash"
+    ):
+        convert(_evil(tmp_path, name), tmp_path / "out", "universal")
+    assert [path.name for path in tmp_path.iterdir()] == ["evil.ckpt"]
+    convert(tmp_path / "evil.ckpt", tmp_path / "native")  # names are no paths there
+    assert torch.equal(open_checkpoint(tmp_path / "native").read(f"model.{name}"), torch.ones(3))
+
+
+def test_keys_of_state_steps_and_tags_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    for format, options, message in (
+        ("universal", {"key": "/tmp/x"}, "the optimizer's state '/tmp/x' cannot be the name"),
+        ("universal", {"key": "fp32"}, "fp32 is the name of another file"),
+        ("universal", {"name": "optimizer_state.pt"}, r"optimizer_state\.pt is the name of another file"),
+        ("deepspeed", {"step": "/../../x"}, "the tag 'global_step/../../x' cannot be the name"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            convert(_evil(tmp_path, **options), tmp_path / "out", format)
+        assert [path.name for path in tmp_path.iterdir()] == ["evil.ckpt"]
+
+
+def test_a_universal_folder_does_not_read_outside_itself(native: Path, tmp_path: Path) -> None:
+    convert(native, tmp_path / "out", "universal")
+    for file in (tmp_path / "out/universal").glob("*model_states.pt"):
+        told = torch.load(file, weights_only=False)
+        told["param_shapes"][0]["../../../x"] = torch.Size([2])
+        torch.save(told, file)
+    with pytest.raises(CheckpointError, match=r"the parameter '../../../x' cannot be the name"):
+        open_checkpoint(tmp_path / "out")
+    (tmp_path / "out/latest_universal").write_text("..")
+    with pytest.raises(CheckpointError, match=r"names the folder '..', which is not there"):
+        open_checkpoint(tmp_path / "out")
 
 
 LARGEST, COUNT = 12 * 2**20, 10  # bytes of the largest tensor, and how many there are: x 3 with the moments

@@ -50,6 +50,7 @@ def open_universal(path: Path) -> Source:
         )
     state = load(_there(folder / "zero" / STATE), names.STUBS)
     shapes = [(name, tuple(shape)) for group in models[0]["param_shapes"] for name, shape in group.items()]
+    names.require_file_names(folder, "the parameter", [name for name, _ in shapes])
     keys = {file.stem for name, _ in shapes for file in (folder / "zero" / name).glob("*.pt")}  # each parameter has all of them
     trained = {name: _entry(folder, name, "fp32", shape) for name, shape in shapes}
     entries = {
@@ -95,9 +96,14 @@ def write_universal(source: Source, folder: Path, target: Target) -> None:
     """``source`` as a universal checkpoint that an engine of any ZeRO stage loads; of ``target`` only ``dtype`` matters.
 
     Raises:
-        CheckpointError: as for ``write_deepspeed``.
+        CheckpointError: as for ``write_deepspeed``, or a name cannot be that of a folder.
     """
     trained, place = Trained.of(source), folder / FOLDER
+    members = [name for shapes in trained.shapes for name in shapes]
+    names.require_file_names(source.path, "the parameter", members)
+    names.require_file_names(source.path, "the optimizer's state", trained.moments)
+    if taken := [*({STATE} & {*members}), *({"fp32"} & {*trained.moments})]:
+        raise CheckpointError(f"{source.path}: {', '.join(taken)} is the name of another file in universal checkpoints")
     (place / "zero").mkdir(parents=True)
     whole = Target(2, 1, target.dtype)
     flat = of_stage(2, trained.shapes, 1)

@@ -143,6 +143,7 @@ def write_deepspeed(source: Source, folder: Path, target: Target) -> None:
     """
     trained = Trained.of(source)
     tag = f"global_step{source.meta.get('global_step', 0)}"
+    names.require_file_names(source.path, "the tag", [tag])
     (folder / tag).mkdir(parents=True)
     groups, owners = _split(trained.shapes, target)
     flat, scratch = of_stage(target.stage, groups, target.ranks), Scratch(folder)
