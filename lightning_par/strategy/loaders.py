@@ -52,11 +52,22 @@ class NextEpoch(_Stateful):
     """Has the state of a dataloader at the end of an epoch: where a first pass has no batch left, it begins another.
 
     That first pass leaves random generators as they were.
+
+    Args:
+        ends: that epoch is to be ended before the next begins, so the first iterator of all is not used.
     """
 
     _is_new = True
 
+    def __init__(self, dataloader: Any, *, ends: bool = False) -> None:
+        super().__init__(dataloader)
+        self._ends = ends
+
     def __iter__(self) -> Iterator[Any]:
+        ends, self._ends = self._ends, False
+        return iter(()) if ends else self._batches()
+
+    def _batches(self) -> Iterator[Any]:
         is_empty, self._is_new, before = self._is_new, False, generators()
         for batch in self._dataloader:
             is_empty = False

@@ -4,8 +4,10 @@ Note [Counts of a saved loop]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Of an epoch, and of a batch in it, Lightning counts four moments: ready, started, processed, completed. By the differences between them a
 resumed loop tells when it was saved. From a save in ``on_train_batch_end``, where a batch is processed and not yet completed, it goes on
-right, unless that batch is the last. From others it does not::
+right, unless that batch is the last, or validation comes next. From others it does not::
 
+    in on_train_batch_end, before      the validation is left out. Told as a save within it, before its first batch
+    a validation
     in on_train_batch_end of an        the next epoch begins without being counted as ready, and a second resume takes it for over
     epoch's last batch                 (without a length of the data: its batches are counted on). Told as after the epoch
     after an epoch, max_steps set      Lightning trains one batch more in that epoch. Told as completed, and the loop begins anew
@@ -34,23 +36,33 @@ def is_at_end(loop: dict[str, Any]) -> bool:
     return loop[BATCHES]["is_last_batch"] and loop[BATCHES]["current"]["processed"] == loop[BATCHES]["current"]["ready"]
 
 
+def is_in_batch_end(loop: dict[str, Any]) -> bool:
+    """It is that of a save in ``on_train_batch_end``, or told as one."""
+    total = loop[BATCHES]["total"]
+    return total["completed"] == total["processed"] - 1 == total["ready"] - 1
+
+
 def batches_given(loop: dict[str, Any]) -> int | None:
     """Of the epoch at hand, as far as weights know them; None: a new epoch begins next."""
     if is_over(loop):
         return None
-    return loop[BATCHES]["current"]["processed" if _is_in_batch_end(loop) else "completed"]
+    return loop[BATCHES]["current"]["processed" if is_in_batch_end(loop) else "completed"]
 
 
-def reopen(loop: dict[str, Any], *, by_steps: bool) -> None:
+def reopen(loop: dict[str, Any], *, by_steps: bool, validates: bool) -> None:
     """Tell the epoch at hand so that Lightning goes on right. See Note [Counts of a saved loop].
 
     Args:
         by_steps: ``max_steps`` is set.
+        validates: it was saved in ``on_train_batch_end``, and validation comes next.
     """
     batch, epoch = loop[BATCHES], loop[EPOCHS]
     if not batch["current"]["ready"]:
         return
-    if _is_in_batch_end(loop) and is_at_end(loop) and not is_over(loop):
+    if validates:
+        for scope in SCOPES:
+            batch[scope]["completed"] = batch[scope]["processed"]
+    elif is_in_batch_end(loop) and is_at_end(loop) and not is_over(loop):
         for scope in SCOPES:
             epoch[scope]["processed"] = epoch[scope]["completed"] = epoch[scope]["ready"]
             batch[scope]["completed"] = batch[scope]["processed"]
@@ -78,11 +90,6 @@ def rewind(loop: dict[str, Any], accumulate: int) -> int | None:
     batch["is_last_batch"] = False
     _in_batch_end(loop, stepped)
     return stepped
-
-
-def _is_in_batch_end(loop: dict[str, Any]) -> bool:
-    total = loop[BATCHES]["total"]
-    return total["completed"] == total["processed"] - 1 == total["ready"] - 1
 
 
 def _in_batch_end(loop: dict[str, Any], batches: int) -> None:

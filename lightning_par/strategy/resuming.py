@@ -55,6 +55,7 @@ class _Resumed:
         told: of each dataloader, in order.
         states: of those that have one.
         at_end: no batch of the epoch at hand is left.
+        validates: validation comes next; False: it does not, whatever the batch; None: that is not known.
         entered: how many dataloaders have come.
     """
 
@@ -64,6 +65,7 @@ class _Resumed:
     told: list[dict[str, Any]]
     states: list[Any]
     at_end: bool
+    validates: bool | None
     entered: int = 0
 
 
@@ -134,7 +136,7 @@ class DataPlace:
         if resumed is not None and resumed.states:
             dataloader.load_state_dict(resumed.states.pop(0))
             if resumed.batches is None or resumed.at_end:
-                dataloader = NextEpoch(dataloader)
+                dataloader = NextEpoch(dataloader, ends=resumed.batches is not None)
         ahead = seams.length(dataloader) is None and seams.takes_batches(trainer)
         return StateOfGiven(dataloader) if ahead else dataloader
 
@@ -192,7 +194,11 @@ class DataPlace:
             )
         if resumed.batches is None:
             seams.begin_epoch(trainer)
-        elif restored is not None:
+        elif resumed.validates:
+            seams.validate_next(trainer)
+        elif resumed.validates is False:
+            seams.pass_over_validation(trainer)
+        if resumed.batches is not None and restored is not None:
             set_generators(restored)
         if resumed.at_end:  # the next iterator is that of the next epoch
             for sampler in filter(None, map(_sampler, self._loaders.flattened)):
@@ -221,6 +227,7 @@ class DataPlace:
             return
         dataloaders = self._loaders.flattened
         given = loops[progress.BATCHES]["current"]["ready"]
+        validates = progress.is_in_batch_end(loops) and seams.validates(trainer)
         back = progress.rewind(loops, trainer.accumulate_grad_batches)
         if back is not None:
             _put_back(loops, dataloaders, given - back)
@@ -229,6 +236,7 @@ class DataPlace:
             "mode": seams.combination(self._loaders),
             "loaders": [_told(dataloader, self._epoch) for dataloader in dataloaders],
             "states": _states(loops, mesh),
+            "validates": validates and back is None,
         }
         with generators_kept() if back is not None else nullcontext():
             if back is not None and back == self._window.first:
@@ -246,8 +254,9 @@ class DataPlace:
         by_steps = trainer.max_steps != -1
         if by_steps and checkpoint.get("global_step", 0) >= trainer.max_steps:
             return nullcontext()  # nothing is left to train
-        progress.reopen(loops, by_steps=by_steps)
         told = checkpoint.get(DATA, {})
+        validates = told.get("validates") and trainer.enable_validation
+        progress.reopen(loops, by_steps=by_steps, validates=bool(validates))
         batches, replicas = progress.batches_given(loops), told.get("replicas", mesh.dp.size)
         states = loops.get("state_dict", {}).pop("combined_loader", [])  # Lightning restores them in the middle of an epoch only
         if by_replica := told.get("states"):
@@ -255,7 +264,7 @@ class DataPlace:
                 raise _another_number(replicas, mesh.dp.size, "the state of its dataloaders, which replicas do not share", "carries none")
             states = by_replica[mesh.dp.index % replicas]
         mode, at_end = told.get("mode", "max_size_cycle"), progress.is_at_end(loops)
-        self._resumed = _Resumed(batches, replicas, mode, told.get("loaders", []), [*states], at_end)
+        self._resumed = _Resumed(batches, replicas, mode, told.get("loaders", []), [*states], at_end, validates)
         self._restored = None
         seams.set_up_again(trainer)
         return seams.no_word_of_lost_places() if DATA in checkpoint else nullcontext()

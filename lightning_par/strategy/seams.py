@@ -26,6 +26,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
@@ -60,6 +61,7 @@ __all__ = [
     "no_word_of_lost_places",
     "note_sigterm",
     "order_of",
+    "pass_over_validation",
     "predicts",
     "read_also",
     "restrict_metrics",
@@ -71,6 +73,8 @@ __all__ = [
     "takes_batches",
     "train_loaders",
     "transferred",
+    "validate_next",
+    "validates",
     "wants_sampler",
     "with_sampler",
     "zeroes_gradients",
@@ -192,6 +196,25 @@ def begin_epoch(trainer: pl.Trainer) -> None:
     """A loop that was restored begins an epoch."""
     trainer.fit_loop._restarting = False
     trainer.fit_loop.epoch_loop.restarting = False
+
+
+def validates(trainer: pl.Trainer) -> bool:
+    """Validation comes after the training batch at hand."""
+    fit_loop = trainer.fit_loop
+    return fit_loop._data_fetcher is not None and fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+
+
+def validate_next(trainer: pl.Trainer) -> None:
+    """A loop that was restored begins with validation, if that comes there with the settings of now."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loop._has_run = not validates(trainer)  # otherwise an epoch without a batch left would train one more
+    loop.batch_progress.reset()
+    loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+
+
+def pass_over_validation(trainer: pl.Trainer) -> None:
+    """A loop that was restored where validation is over makes no iterator for it, which would draw a random number."""
+    trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end = lambda: None  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -407,6 +407,32 @@ def test_K10_K11_validation_in_between_changes_nothing(limit: str, tmp_path: Pat
         assert ranks == [steps[done:] for steps in straight], name
 
 
+@pytest.mark.parametrize("loader", ["shuffled", *(pytest.param(name, marks=pytest.mark.slow) for name in ("two", "stateful_stream"))])
+@pytest.mark.parametrize("interval", [2, EPOCH])
+@pytest.mark.parametrize("limit", ["epochs", pytest.param("steps", marks=pytest.mark.slow)])
+def test_K10_K11_the_validation_that_comes_after_the_save_is_not_left_out(loader: str, interval: int, limit: str, tmp_path: Path) -> None:
+    """Also of an epoch's last batch, and in a run that is resumed twice."""
+    moments = {"half": ("batch", 2), "last": ("batch", EPOCH), "next": ("batch", EPOCH + 1), "later": ("batch", EPOCH + 2)}
+    how = {"validate": True, "val_check_interval": interval}
+    (straight,) = _world({"dp": 2}, tmp_path, [(loader, LIMITS[limit], how | {"moments": moments})])
+    again = {"moments": {"again": ("batch", 2)}}
+    resumes: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in moments] + [("half", again), ("again", {})]
+    resumed = _world({"dp": 2}, tmp_path, [(loader, LIMITS[limit], how | {"resume": name} | more) for name, more in resumes])
+    done = {name: batches for name, (_, batches) in moments.items()} | {"again": 4}
+    for (name, _), ranks in zip(resumes, resumed, strict=True):
+        assert ranks == [steps[done[name] :] for steps in straight], name
+
+
+@pytest.mark.parametrize("interval", [2, pytest.param(EPOCH, marks=pytest.mark.slow)])
+def test_K10_K11_a_run_that_goes_back_to_a_step_does_not_validate_there_again(interval: int, tmp_path: Path) -> None:
+    moments = {"first": ("batch", 1), "third": ("batch", 3), "fifth": ("batch", 5)}
+    how = {"accumulate_grad_batches": 2, "validate": True, "val_check_interval": interval}
+    (straight,) = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["epochs"], how | {"moments": moments})])
+    resumed = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["epochs"], how | {"resume": name}) for name in moments])
+    for (name, (_, batches)), ranks in zip(moments.items(), resumed, strict=True):
+        assert ranks == [steps[batches - 1 :] for steps in straight], name
+
+
 @pytest.mark.slow
 def test_K10_a_schedule_that_asks_for_the_number_of_steps_does_not_lose_the_place(tmp_path: Path) -> None:
     how, names = {"foresees": True}, ["shuffled", "two", "stateful_stream"]
