@@ -28,7 +28,8 @@ from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZERS, Entry, So
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 HUGGINGFACE = "huggingface"
-"""In what is told of the module: prefix (where in it the HF model is) and config."""
+"""In what is told of the module: prefix (where in it the HF model is), config, and tied (by a key that transformers ties to another, that
+other); or several: where in it HF models are, if there is not one around all others."""
 SHARD = 5 * 10**9
 NAMES = {
     torch.float64: "F64",
@@ -72,18 +73,34 @@ def open_hf(path: Path) -> Source:
 def hf_part(source: Source) -> Source:
     """The model of transformers that is in a LightningModule, alone and under its own names.
 
+    A weight with several names in it has one in the folder where transformers ties them by itself, and otherwise all of them.
+
     Raises:
-        CheckpointError: nothing tells that there is one.
+        CheckpointError: nothing tells that there is one, there are several, or weights of it are missing.
     """
     module = source.meta.get(MODULE, {})
     if HUGGINGFACE not in module:
         raise CheckpointError(
             f"{source.path} does not tell of a model of Hugging Face transformers: its module had none, or another program wrote it"
         )
-    prefix = module[HUGGINGFACE]["prefix"]
-    names = dict.fromkeys(name for name in module["aliases"].values() if name.startswith(prefix))
-    entries = {f"{MODEL}.{name.removeprefix(prefix)}": source.entries[f"{MODEL}.{name}"] for name in names}
-    return replace(source, entries=entries, meta={MODULE: {HUGGINGFACE: module[HUGGINGFACE] | {"prefix": ""}}})
+    told = module[HUGGINGFACE]
+    if "several" in told:
+        raise CheckpointError(
+            f"{source.path} holds several models of transformers, {', '.join(told['several'])}, and a folder is one: convert it with "
+            "format=ckpt, load the weights of each into its model, and call save_pretrained"
+        )
+    prefix, tied = told["prefix"], told.get("tied", {})
+    stored = [name.removeprefix(f"{MODEL}.") for name in source.entries if name.startswith(f"{MODEL}.")]
+    firsts = module["aliases"] | {name: name for name in stored if name not in module["aliases"].values()}
+    names: dict[tuple[str, str], str] = {}
+    for key, first in firsts.items():
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix)
+            names.setdefault((first, tied.get(name, name)), name)
+    if lost := [name for (first, _), name in names.items() if first not in stored] or ([] if names else ["everything"]):
+        raise CheckpointError(f"{source.path} lacks of the model of transformers: {', '.join(lost)}")
+    entries = {f"{MODEL}.{name}": source.entries[f"{MODEL}.{first}"] for (first, _), name in names.items()}
+    return replace(source, entries=entries, meta={MODULE: {HUGGINGFACE: told | {"prefix": ""}}})
 
 
 def write_hf(source: Source, folder: Path, target: Target) -> None:

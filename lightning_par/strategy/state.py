@@ -171,23 +171,43 @@ def module_meta(assembled: Assembled, everyone: Sequence[Told]) -> dict[str, Any
 
 
 def in_module(source: Source, assembled: Assembled) -> Source:
-    """A folder of transformers names the weights as the HF model does, which is a part of the module; a pipeline of DeepSpeed by layers."""
+    """A folder of transformers names the weights as the HF model does, which is a part of the module; a pipeline of DeepSpeed by layers.
+
+    Raises:
+        CheckpointError: the module has several HF models.
+    """
     source = find_layers(source, assembled.aliases)
-    mine = _huggingface(assembled.module).get("huggingface", {"prefix": ""})["prefix"]
-    if source.meta.get(MODULE, {}).get("huggingface", {"prefix": mine})["prefix"] == mine:
+    mine = _huggingface(assembled.module).get("huggingface", {})
+    if source.meta.get(MODULE, {}).get("huggingface", {}).get("prefix") != "":
         return source
-    entries = {f"{MODEL}.{mine}{name.removeprefix(f'{MODEL}.')}": entry for name, entry in source.entries.items()}
-    return replace(source, entries=entries)
+    if "several" in mine:
+        raise CheckpointError(
+            f"{source.path} holds one model of transformers, but the module has several, {', '.join(mine['several'])}: load it where the "
+            "module is made, with from_pretrained"
+        )
+    prefix = mine.get("prefix", "")
+    entries = {f"{MODEL}.{prefix}{name.removeprefix(f'{MODEL}.')}": entry for name, entry in source.entries.items()}
+    return replace(source, entries=entries) if prefix else source
 
 
 def _huggingface(module: nn.Module) -> dict[str, Any]:
-    """Where in ``module`` the model of transformers is, if there is one, and its config: see ``checkpoint.hf``."""
-    for path, submodule in module.named_modules():
-        config = getattr(submodule, "config", None)
-        if hasattr(submodule, "save_pretrained") and hasattr(config, "to_json_string"):
-            told = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(submodule).__name__]}
-            return {"huggingface": {"prefix": f"{path}." if path else "", "config": told}}
+    """Where in ``module`` the model of transformers is that is in no other, and its config; or where all are. See ``checkpoint.hf``."""
+    models = {path: part for path, part in module.named_modules() if hasattr(part, "save_pretrained") and _config(part) is not None}
+    inner = {part for model in models.values() for part in model.modules() if part is not model}
+    outer = {path: model for path, model in models.items() if model not in inner}
+    if len(outer) > 1:
+        return {"huggingface": {"several": list(outer)}}
+    for path, model in outer.items():
+        told = json.loads(_config(model).to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+        tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        return {"huggingface": {"prefix": f"{path}." if path else "", "config": told, "tied": tied}}
     return {}
+
+
+def _config(module: nn.Module) -> Any:
+    """That of a model of transformers."""
+    config = getattr(module, "config", None)
+    return config if hasattr(config, "to_json_string") else None
 
 
 def empty_optimizer_state(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ pytest.importorskip("transformers")
 
 from lightning_par import DeepSpeedTarget, HybridParallelStrategy, convert
 from lightning_par.checkpoint import CheckpointError, hf, open_checkpoint
+from lightning_par.checkpoint.source import Entry, Source
 from lightning_par.checkpoint.whole import write_native
 from lightning_par.recipes.hf import HFCausalLM
 from tests.checkpoint.fits import QUIET, world_size
 from tests.checkpoint.synthetic import synthetic
-from tests.harness import run_world
+from tests.harness import WorldError, run_world
 from tests.harness.models import token_loader
 
 LLAMA = {
@@ -96,6 +98,74 @@ def _load(folder: Path, tied: bool) -> dict[str, torch.Tensor]:
     trainer = L.Trainer(devices=1, strategy=HybridParallelStrategy(dp=1), **QUIET)
     trainer.validate(module, token_loader(4, rows=4), ckpt_path=folder, verbose=False)
     return trainer.strategy.full_state_dict()
+
+
+class _Holder(L.LightningModule):
+    """``how``: what names parts of the model of transformers before ``self.hf`` does."""
+
+    def __init__(self, how: str, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        network = _module(how == "tied").model
+        if how in ("embed", "tied"):
+            self.embed = network.get_input_embeddings()
+        elif how == "body":
+            self.body = network.model
+        elif how == "weight":
+            self.weight = network.lm_head.weight
+        elif how == "tied by hand":
+            network.lm_head.weight = network.model.embed_tokens.weight
+        elif how == "two":
+            self.teacher = _module(False).model
+        self.hf = network
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.hf(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.hf.parameters(), lr=1e-2)
+
+
+def _hold(how: str, folder: Path, steps: int, seed: int = 0, source: Path | None = None) -> torch.Tensor:
+    """The logits of the model inside, after training that began with ``source``."""
+    module = _Holder(how, seed)
+    trainer = L.Trainer(devices=1, strategy=HybridParallelStrategy(dp=1), max_steps=steps, **QUIET)
+    trainer.fit(module, token_loader(4, rows=8), ckpt_path=source)
+    trainer.save_checkpoint(folder)
+    with torch.no_grad():
+        return module.hf.eval()(input_ids=PROMPT).logits
+
+
+@pytest.mark.parametrize("how", ["embed", "tied", "body", "weight", "tied by hand"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_outermost_model_goes_whole_out_and_in_whatever_names_its_parts_first(how: str, tmp_path: Path) -> None:
+    trained = run_world(_hold, 1, how, tmp_path / "last", 2)[0]
+    convert(tmp_path / "last", tmp_path / "out", "hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert torch.equal(_logits(tmp_path / "out", dtype=torch.float32), trained)
+    assert ("model.lm_head.weight" in open_checkpoint(tmp_path / "out").entries) is (how != "tied")
+    straight = run_world(_hold, 1, how, tmp_path / "straight", 1, 5, tmp_path / "out")[0]
+    convert(tmp_path / "out", tmp_path / "native", "native")
+    assert torch.equal(run_world(_hold, 1, how, tmp_path / "again", 1, 6, tmp_path / "native")[0], straight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_models_beside_each_other_are_refused_by_name(tmp_path: Path) -> None:
+    run_world(_hold, 1, "two", tmp_path / "last", 1)
+    with pytest.raises(CheckpointError, match="several models of transformers, teacher, hf, and a folder is one"):
+        convert(tmp_path / "last", tmp_path / "out", "hf")
+    _module(False).model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(WorldError, match="one model of transformers, but the module has several, teacher, hf"):
+        run_world(_hold, 1, "two", tmp_path / "again", 1, 0, tmp_path / "hf")
+
+
+def test_an_export_without_a_weight_of_the_model_is_refused(tmp_path: Path) -> None:
+    told = {"aliases": {"hf.a": "hf.a", "hf.b": "other"}, "huggingface": {"prefix": "hf.", "config": {}}}
+    source = Source(tmp_path, "made", {"lightning_par_module": told}, {"model.hf.a": Entry.of(torch.ones(2))})
+    with pytest.raises(CheckpointError, match="lacks of the model of transformers: b"):
+        hf.hf_part(source)
+    more = replace(source, entries=source.entries | {"model.other": Entry.of(torch.ones(2)), "model.hf.untold": Entry.of(torch.ones(2))})
+    assert list(hf.hf_part(more).entries) == ["model.a", "model.b", "model.untold"]
 
 
 def _begin(layout: dict[str, int], source: Path | None, weights: Path) -> tuple[dict[str, torch.Tensor] | None, int]:
