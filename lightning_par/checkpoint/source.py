@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -178,6 +179,7 @@ class Source:
             groups = [group | {"params": [names[f"{index}.{number}"] for number in group["params"]]} for group in meta["groups"]]
             scalars = {names[f"{index}.{number}"]: state for number, state in meta["scalars"].items()}
             metas.append({"groups": groups, "scalars": scalars})
+        moments = self._moments(orders)
         entries = {}
         for entry, value in self.entries.items():
             index, number, key = _numbered(entry)
@@ -185,10 +187,21 @@ class Source:
                 name = names[f"{index}.{number}"]
                 entry = f"{OPTIMIZER}.{index}.{name}.{key}" if key else f"{MODEL}.{name}"
                 model = self.entries.get(f"{MODEL}.{name}")
-                if model is not None and value.shape and key != "step" and value.shape != model.shape:
+                moment = not key or (f"{index}.{key}" in moments and key != "step")
+                if model is not None and moment and value.shape and value.shape != model.shape:
                     raise CheckpointError(f"checkpoint {self.path}: {entry} has shape {value.shape} there, but {name} has {model.shape}")
             entries[entry] = value
         return replace(self, meta=self.meta | {OPTIMIZERS: metas}, entries=entries)
+
+    def _moments(self, orders: Sequence[Sequence[str]]) -> set[str]:
+        """The keys of numbered state (``0.exp_avg``) that can have, in some order, the shapes of the optimizer's parameters."""
+        weights = [Counter(self.entries[e].shape for name in order if (e := f"{MODEL}.{name}") in self.entries) for order in orders]
+        shapes: dict[tuple[int, str], Counter[tuple[int, ...]]] = {}
+        for entry, value in self.entries.items():
+            index, _, key = _numbered(entry)
+            if index is not None and key:
+                shapes.setdefault((index, key), Counter())[value.shape] += 1
+        return {f"{index}.{key}" for (index, key), found in shapes.items() if found <= weights[index]}
 
 
 def _damage(file: Path) -> list[str]:

@@ -154,6 +154,48 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         convert(tmp_path / "list.ckpt", tmp_path / "out", "zip")
 
 
+def _factored(path: Path) -> Source:
+    """The checkpoint of an optimizer whose state has other shapes than the parameters: Adafactor and, in ``d``, LBFGS."""
+    weights = {"a.weight": torch.randn(4, 3), "a.bias": torch.randn(4), "b.weight": torch.randn(1, 4)}
+    entries = {f"model.{name}": Entry.of(value) for name, value in weights.items()}
+    for name, value in weights.items():
+        state = {"variance": value.square()} if value.dim() < 2 else {"row_var": value[:, :1], "col_var": value[:1]}
+        entries |= {f"optimizer.0.{name}.{key}": Entry.of(moment.clone()) for key, moment in state.items()}
+        entries[f"optimizer.0.{name}.step"] = Entry.of(torch.tensor(4.0))
+    entries["optimizer.0.a.weight.d"] = Entry.of(torch.randn(20))
+    meta = {OPTIMIZERS: [{"groups": [{"params": list(weights), "lr": 0.1}], "scalars": {}}], "global_step": 4}
+    return Source(path, "made", meta, entries)
+
+
+def test_state_of_any_shape_goes_to_single_files_and_back(tmp_path: Path) -> None:
+    write_native(_factored(tmp_path), tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "last.ckpt", "ckpt")
+    convert(tmp_path / "last.ckpt", tmp_path / "back")
+    wanted, plain = open_checkpoint(tmp_path / "native"), torch.load(tmp_path / "last.ckpt", weights_only=True)
+    del plain["lightning_par"]
+    torch.save(plain, tmp_path / "plain.ckpt")  # as Lightning alone would have written it
+    convert(tmp_path / "plain.ckpt", tmp_path / "from plain")
+    for folder in ("back", "from plain"):
+        got = open_checkpoint(tmp_path / folder)
+        assert got.entries.keys() == wanted.entries.keys()
+        assert all(torch.equal(got.read(name), wanted.read(name)) for name in wanted.entries)
+
+
+@pytest.mark.parametrize("format", ["deepspeed", "universal"])
+def test_deepspeed_refuses_state_in_another_shape_than_the_parameter(format: str, tmp_path: Path) -> None:
+    write_native(_factored(tmp_path), tmp_path / "native")
+    with pytest.raises(CheckpointError) as error:
+        convert(tmp_path / "native", tmp_path / "out", format)
+    for told in (
+        "a.weight: its state row_var of optimizer 0 has shape (4, 1), but DeepSpeed has a place only for state in the shape of",
+        "a.weight: its state col_var of optimizer 0 has shape (1, 3)",
+        "a.weight: its state d of optimizer 0 has shape (20,)",
+    ):
+        assert told in str(error.value)
+    assert "variance" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
 def _evil(path: Path, name: str = "b", key: str = "exp_avg", step: Any = 1) -> Path:
     """A file of plain Lightning whose parameter, key of optimizer state or step leads out of the folder that it is converted to."""
     state = {place: {"step": torch.tensor(1.0), key: torch.ones(2 + place)} for place in (0, 1)}

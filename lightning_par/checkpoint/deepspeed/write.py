@@ -98,6 +98,14 @@ class Trained:
                 if value.dtype == torch.float64:
                     faults.append(f"{name}: {what} is float64, but DeepSpeed trains in float32")
             moments |= dict.fromkeys(key for key, value in found.get(name, {}).items() if key != "step" and value.shape == entry.shape)
+        for name in (name for group in groups for name in group["params"] if f"{MODEL}.{name}" in source.entries):
+            weight = source.entries[f"{MODEL}.{name}"].shape
+            faults += [
+                f"{name}: its state {key} of optimizer 0 has shape {value.shape}, but DeepSpeed has a place only for state in the shape of "
+                f"the parameter, {weight}, and for single numbers: optimizers such as Adafactor and LBFGS go to native and ckpt"
+                for key, value in found.get(name, {}).items()
+                if value.shape != weight and (key in moments or math.prod(value.shape) != 1)
+            ]
         scalars = metas[0]["scalars"] if metas else {}
         common = tuple(_common(group["params"], found, moments, scalars, faults) for group in groups)
         if faults:
@@ -317,7 +325,8 @@ def _common(
     """State of a group that DeepSpeed has once for all its parameters: step counts, and what is no tensor."""
     values: dict[str, dict[str, Any]] = {}
     for name in members:
-        told = {key: entry.read().clone() for key, entry in found.get(name, {}).items() if key not in moments} | scalars.get(name, {})
+        single = {key: entry for key, entry in found.get(name, {}).items() if key not in moments and math.prod(entry.shape) == 1}
+        told = {key: entry.read().clone() for key, entry in single.items()} | scalars.get(name, {})
         for key, value in told.items():
             values.setdefault(key, {})[name] = value
     for key, by_name in values.items():
