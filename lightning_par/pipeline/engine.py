@@ -59,6 +59,7 @@ class Pipeline:
     tied: dict[str, tuple[int, ...]]
     device: torch.device | None = None
     _forms: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _runs: int = field(default=0, repr=False)
 
     @classmethod
     def split(
@@ -118,30 +119,44 @@ class Pipeline:
         """The pipeline rank on which a stage stands."""
         return self.schedule.rank_of(stage, self.ranks)
 
-    def forward_backward(self, forward: Callable[[int], Tensor], signatures: Sequence[Hashable], *, split: bool = True) -> None:
+    def forward_backward(
+        self, forward: Callable[[int], Tensor], signatures: Sequence[Hashable], *, split: bool = True, moment: str | None = None
+    ) -> None:
         """Run one training step over ``len(signatures)`` micro-batches; gradients add to what the parameters have.
 
         All ranks of the group must call. ``forward(m)`` runs the user's step on micro-batch m and returns its loss, weighted and scaled; on
         ranks without the last stage it will not return. It is called once for each stage of this rank. ``signatures[m]`` stands for the
-        shapes and dtypes of the micro-batch's input, equally on all ranks. What the step raises comes out unchanged. Random numbers are
-        drawn as ``MicrobatchStreams`` says.
+        shapes and dtypes of the micro-batch's input, equally on all ranks. What the step raises comes out unchanged.
+
+        ``moment``: random numbers are drawn as ``MicrobatchStreams`` says; left out, steps are told apart by how many came before.
 
         ``split``: schedules that do backward in two parts do. Where a parameter's value is not there outside its module's forward and
         backward (ZeRO 3) that cannot be; their first part does all of it then.
         """
         plan = training_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
-        self._run(plan, forward, signatures, grad=True, split=split)
+        self._run(plan, forward, signatures, grad=True, split=split, moment=moment)
 
-    def forward_only(self, forward: Callable[[int], object], signatures: Sequence[Hashable]) -> None:
+    def forward_only(self, forward: Callable[[int], object], signatures: Sequence[Hashable], *, moment: str | None = None) -> None:
         """Run the stages forward over micro-batches without gradients; as ``forward_backward``, but ``forward`` may return anything."""
         plan = forward_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
-        self._run(plan, forward, signatures, grad=False, split=False)
+        self._run(plan, forward, signatures, grad=False, split=False, moment=moment)
 
-    def _run(self, plan: Plan, forward: Callable[[int], object], signatures: Sequence[Hashable], *, grad: bool, split: bool) -> None:
+    def _run(
+        self,
+        plan: Plan,
+        forward: Callable[[int], object],
+        signatures: Sequence[Hashable],
+        *,
+        grad: bool,
+        split: bool,
+        moment: str | None,
+    ) -> None:
         actions = plan[self.index]
-        with torch.set_grad_enabled(grad):
-            split = split and any(action.kind is Kind.W for action in actions)
-            _Step(self, forward, signatures, grad=grad, split=split).run(actions)
+        self._runs += 1
+        step = _Step(self, forward, signatures, grad=grad, split=split and any(action.kind is Kind.W for action in actions))
+        streams = MicrobatchStreams(len(signatures), step.device, moment or f"run {self._runs}")
+        with torch.set_grad_enabled(grad), streams:
+            step.run(actions, streams)
 
 
 Place = tuple[int, int]
@@ -158,7 +173,6 @@ class _Step:
         self.lanes, self.forms = pipeline.lanes, pipeline._forms
         self.last_stage = len(pipeline.placement.spans) - 1
         self.device = pipeline.device or next((p.device for p in pipeline.module.parameters()), torch.device("cpu"))
-        self.streams = MicrobatchStreams(len(signatures), self.device)
         self.inbox = Inbox(self.lanes, self.device, self._forms_of, self._learn)
         self.inlets: dict[Place, Inlet] = {}  # where inputs came in, until their gradients are taken
         self.graphs: dict[Place, list[GradientEdge | None]] = {}  # where gradients of an output enter, until backward
@@ -179,10 +193,10 @@ class _Step:
             Kind.FREE_B: self._free,
         }
 
-    def run(self, actions: Sequence[Action]) -> None:
-        with self.streams:
-            for action in actions:
-                self.methods[action.kind](action)
+    def run(self, actions: Sequence[Action], streams: MicrobatchStreams) -> None:
+        self.streams = streams
+        for action in actions:
+            self.methods[action.kind](action)
         left = [key for held in (self.inlets, self.graphs, self.seeds, self.rests, self.outgoing, self.headers, self.sent) for key in held]
         assert not left, f"the step left something behind: {left}"
         assert self.inbox.is_empty, "the step left messages unread"

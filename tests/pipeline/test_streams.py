@@ -1,4 +1,4 @@
-"""What a step draws is the same on every stage; what layers draw is not."""
+"""What a step draws is the same on every stage; what layers draw is not; and what others draw stays as it was."""
 
 from __future__ import annotations
 
@@ -108,3 +108,34 @@ def test_the_loss_of_noise_drawn_in_the_step_does_not_depend_on_the_stages() -> 
     for losses in runs.values():
         assert len(losses) == 3
         assert losses == pytest.approx(runs["1f1b"], rel=0, abs=1e-12)
+
+
+def _orders(layout: dict[str, Any]) -> list[float]:
+    """The first element of every batch, over three shuffled epochs."""
+    L.seed_everything(5, verbose=False)
+    module = Recorder()
+    trainer = L.Trainer(strategy=HybridParallelStrategy(**layout), devices=layout.get("pp", 1), max_epochs=3, **QUIET)
+    trainer.fit(module, DataLoader(torch.arange(48.0).view(8, 6), batch_size=4, shuffle=True))
+    return module.seen
+
+
+class Recorder(Denoiser):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.seen: list[float] = []
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+    @override
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append(batch[0, 0].item())
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "chunks": 2, "schedule": "interleaved_1f1b"}], ids=["pp2", "interleaved"])
+def test_shuffled_samples_come_in_the_order_of_one_process_in_every_epoch(layout: dict[str, Any]) -> None:
+    assert run_world(_orders, 2, layout) == run_world(_orders, 1, {}) * 2
