@@ -42,6 +42,11 @@ def is_in_batch_end(loop: dict[str, Any]) -> bool:
     return total["completed"] == total["processed"] - 1 == total["ready"] - 1
 
 
+def is_in_epoch_end(loop: dict[str, Any]) -> bool:
+    """It is that of a save in ``on_train_epoch_end`` of a complete epoch."""
+    return is_over(loop) and is_at_end(loop) and loop[EPOCHS]["total"]["completed"] == loop[EPOCHS]["total"]["processed"] - 1
+
+
 def batches_given(loop: dict[str, Any]) -> int | None:
     """Of the epoch at hand, as far as weights know them; None: a new epoch begins next."""
     if is_over(loop):

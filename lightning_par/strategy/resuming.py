@@ -55,6 +55,9 @@ class _Resumed:
         told: of each dataloader, in order.
         states: of those that have one.
         at_end: no batch of the epoch at hand is left.
+        in_epoch_end: the epoch was complete, but for what comes after ``on_train_epoch_end``.
+        metrics: that callbacks can ask for, and are complete.
+        partial: names of metrics that training logs, whose values so far are lost; None: not known.
         validates: validation comes next; False: it does not, whatever the batch; None: that is not known.
         entered: how many dataloaders have come.
     """
@@ -66,6 +69,9 @@ class _Resumed:
     states: list[Any]
     at_end: bool
     validates: bool | None
+    in_epoch_end: bool
+    metrics: dict[str, Tensor]
+    partial: list[str] | None
     entered: int = 0
 
 
@@ -171,10 +177,11 @@ class DataPlace:
                 f"{now}: with several training dataloaders choose a batch size with which that stays the same"
             )
         count = len(dataloader) - _batches(samples - first, sampler.replicas, size, drop_last=dataloader.drop_last)
-        if count % trainer.accumulate_grad_batches:
+        accumulated = seams.accumulation(trainer)
+        if count % accumulated:
             raise CheckpointError(
                 f"the checkpoint was saved after {first} samples of an epoch, which are {first / now:g} batches now: "
-                f"no multiple of accumulate_grad_batches={trainer.accumulate_grad_batches}; choose dp, batch size and accumulation with "
+                f"no multiple of accumulate_grad_batches={accumulated}; choose dp, batch size and accumulation with "
                 f"which as many samples as before ({before} in a batch) make an optimizer step"
             )
         sampler.ahead = first - count * now
@@ -192,6 +199,12 @@ class DataPlace:
             raise CheckpointError(
                 f"the checkpoint has {len(resumed.states)} more states of training dataloaders than there are with a state"
             )
+        trainer.accumulate_grad_batches = seams.accumulation(trainer)  # its scheduler sets it at the start of an epoch only
+        seams.set_metrics(trainer, resumed.metrics)
+        if resumed.in_epoch_end:
+            seams.update_plateaus(trainer)
+        elif resumed.partial is not None:
+            seams.update_plateaus_later(trainer, resumed.partial)
         if resumed.batches is None:
             seams.begin_epoch(trainer)
         elif resumed.validates:
@@ -237,6 +250,8 @@ class DataPlace:
             "loaders": [_told(dataloader, self._epoch) for dataloader in dataloaders],
             "states": _states(loops, mesh),
             "validates": validates and back is None,
+            "metrics": seams.metrics(trainer, complete=progress.is_over(loops)),
+            "partial": seams.logged_in_training(trainer),
         }
         with generators_kept() if back is not None else nullcontext():
             if back is not None and back == self._window.first:
@@ -256,6 +271,7 @@ class DataPlace:
             return nullcontext()  # nothing is left to train
         told = checkpoint.get(DATA, {})
         validates = told.get("validates") and trainer.enable_validation
+        in_epoch_end = progress.is_in_epoch_end(loops)
         progress.reopen(loops, by_steps=by_steps, validates=bool(validates))
         batches, replicas = progress.batches_given(loops), told.get("replicas", mesh.dp.size)
         states = loops.get("state_dict", {}).pop("combined_loader", [])  # Lightning restores them in the middle of an epoch only
@@ -264,7 +280,18 @@ class DataPlace:
                 raise _another_number(replicas, mesh.dp.size, "the state of its dataloaders, which replicas do not share", "carries none")
             states = by_replica[mesh.dp.index % replicas]
         mode, at_end = told.get("mode", "max_size_cycle"), progress.is_at_end(loops)
-        self._resumed = _Resumed(batches, replicas, mode, told.get("loaders", []), [*states], at_end, validates)
+        self._resumed = _Resumed(
+            batches,
+            replicas,
+            mode,
+            told.get("loaders", []),
+            [*states],
+            at_end,
+            validates,
+            in_epoch_end,
+            told.get("metrics", {}),
+            told.get("partial"),
+        )
         self._restored = None
         seams.set_up_again(trainer)
         return seams.no_word_of_lost_places() if DATA in checkpoint else nullcontext()

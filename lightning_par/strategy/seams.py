@@ -24,7 +24,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -45,8 +45,10 @@ from lightning_par.comm import Group
 
 __all__ = [
     "CheckedLauncher",
+    "accumulation",
     "asked_precision",
     "backward_multiplier",
+    "batches_trained",
     "begin_epoch",
     "combination",
     "completed",
@@ -58,6 +60,8 @@ __all__ = [
     "is_stateful",
     "join_world",
     "length",
+    "logged_in_training",
+    "metrics",
     "no_word_of_lost_places",
     "note_sigterm",
     "order_of",
@@ -69,10 +73,13 @@ __all__ = [
     "set_batches",
     "set_epoch",
     "set_logged_rank",
+    "set_metrics",
     "set_up_again",
     "takes_batches",
     "train_loaders",
     "transferred",
+    "update_plateaus",
+    "update_plateaus_later",
     "validate_next",
     "validates",
     "wants_sampler",
@@ -192,6 +199,14 @@ def set_batches(trainer: pl.Trainer, count: int) -> None:
     current.completed = count - lag
 
 
+def accumulation(trainer: pl.Trainer) -> int:
+    """How many batches make an optimizer step in the epoch at hand, also if it began before a checkpoint."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            return callback.get_accumulate_grad_batches(trainer.current_epoch)
+    return trainer.accumulate_grad_batches
+
+
 def begin_epoch(trainer: pl.Trainer) -> None:
     """A loop that was restored begins an epoch."""
     trainer.fit_loop._restarting = False
@@ -215,6 +230,43 @@ def validate_next(trainer: pl.Trainer) -> None:
 def pass_over_validation(trainer: pl.Trainer) -> None:
     """A loop that was restored where validation is over makes no iterator for it, which would draw a random number."""
     trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end = lambda: None  # type: ignore[method-assign]
+
+
+def logged_in_training(trainer: pl.Trainer) -> list[str]:
+    """Names of the metrics that training logs over an epoch."""
+    metas = [result.meta for result in trainer.fit_loop.epoch_loop._results.values()]
+    return sorted({name for meta in metas for name in (meta.name, meta.forked_name(on_step=False))})
+
+
+def metrics(trainer: pl.Trainer, *, complete: bool) -> dict[str, Tensor]:
+    """What callbacks can ask for; without training's, unless the epoch is ``complete``: all ranks call together, which may add up then."""
+    if complete:
+        return {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
+    partial = logged_in_training(trainer)
+    return {name: value.detach().cpu() for name, value in trainer._logger_connector._callback_metrics.items() if name not in partial}
+
+
+def set_metrics(trainer: pl.Trainer, metrics: dict[str, Tensor]) -> None:
+    """Let callbacks ask for what was logged before a checkpoint."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def update_plateaus(trainer: pl.Trainer) -> None:
+    """What Lightning does after ``on_train_epoch_end``, of the epoch before the one that begins: step each ReduceLROnPlateau."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    epochs.completed -= 1
+    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    epochs.completed += 1
+
+
+def update_plateaus_later(trainer: pl.Trainer, partial: list[str]) -> None:
+    """Step each ReduceLROnPlateau at the end of the epoch at hand as of any other, unless one goes by a metric that is ``partial``.
+
+    Lightning leaves the epoch out in which it resumed, since it has saved no metrics.
+    """
+    configs = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.interval == "epoch"]
+    if not any(config.monitor in partial for config in configs):
+        trainer.fit_loop._restarting = False
 
 
 @contextmanager
@@ -307,6 +359,11 @@ def zeroes_gradients(trainer: pl.Trainer, batch_idx: int) -> bool:
 def is_last_batch(trainer: pl.Trainer) -> bool:
     """Whether the training batch at hand ends this rank's epoch, as far as Lightning knows: not of batches that a step fetches itself."""
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def batches_trained(trainer: pl.Trainer) -> int:
+    """Training batches of this run so far, those before it was resumed included."""
+    return trainer.fit_loop.epoch_loop.total_batch_idx
 
 
 def backward_multiplier(trainer: pl.Trainer) -> float:

@@ -15,7 +15,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
@@ -214,11 +214,13 @@ LOADERS: dict[str, Loader] = {loader.__name__: loader for loader in (shuffled, s
 def _fit(loader: str, layout: dict[str, int], limit: dict[str, int], folder: Path, **how: Any) -> list[Step]:
     """Train, saving at ``moments`` to ``folder`` or going on from ``resume`` in it; what was seen."""
     L.seed_everything(3, verbose=False)
-    moments, resume, batch, after, fails_at, validate, foresees = (
-        how.pop(key, None) for key in ("moments", "resume", "batch", "after", "fails_at", "validate", "foresees")
+    moments, resume, batch, after, fails_at, validate, foresees, scheduling = (
+        how.pop(key, None) for key in ("moments", "resume", "batch", "after", "fails_at", "validate", "foresees", "scheduling")
     )
     strategy = HybridParallelStrategy(**layout)
     callbacks: list[L.Callback] = [SaveWhen(folder, moments)] if moments else []
+    if scheduling:
+        callbacks.append(GradientAccumulationScheduler(scheduling))
     if fails_at is not None:
         callbacks.append(OnExceptionCheckpoint(folder, "exception"))
     how = QUIET | {"enable_checkpointing": fails_at is not None, "num_sanity_val_steps": 0} | limit | how
@@ -431,6 +433,58 @@ def test_K10_K11_a_run_that_goes_back_to_a_step_does_not_validate_there_again(in
     resumed = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["epochs"], how | {"resume": name}) for name in moments])
     for (name, (_, batches)), ranks in zip(moments.items(), resumed, strict=True):
         assert ranks == [steps[batches - 1 :] for steps in straight], name
+
+
+def test_K10_an_accumulation_that_changes_from_epoch_to_epoch_goes_on_as_it_was(tmp_path: Path) -> None:
+    """Each fit has its own scheduler of it; steps are counted in what is noted."""
+    done = {"second": EPOCH + 2, "last": 2 * EPOCH, "third": 2 * EPOCH + 2}
+    moments = {name: ("batch", batches) for name, batches in done.items()}
+    (straight,) = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["epochs"], {"scheduling": {0: 1, 1: 2}, "moments": moments})])
+    fits = [("shuffled", LIMITS["epochs"], {"scheduling": {0: 1, 1: 2}, "resume": name}) for name in moments]
+    for (name, batches), ranks in zip(done.items(), _world({"dp": 2}, tmp_path, fits), strict=True):
+        assert ranks == [steps[batches:] for steps in straight], name
+
+
+class OnPlateau(Notes):
+    """Its learning rate, noted after each batch, falls after each epoch: what it goes by does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.current_epoch + 1.0, batch_size=len(batch))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+def _rates(folder: Path, limit: dict[str, int], moments: dict[str, tuple[str, int]], resumes: list[str]) -> list[list[float]]:
+    """Of a straight run that saves, and of those that are resumed from what it saved."""
+    rates = []
+    for resume in [None, *resumes]:
+        L.seed_everything(3, verbose=False)
+        callbacks = [] if resume else [SaveWhen(folder, moments)]
+        module, how = OnPlateau(), QUIET | limit | {"num_sanity_val_steps": 0, "callbacks": callbacks}
+        trainer = L.Trainer(devices=1, strategy=HybridParallelStrategy(dp=1), **how)
+        trainer.fit(module, shuffled(BATCH, 1, 0), plain(2, 1, 0), ckpt_path=folder / resume if resume else None)
+        rates.append(module.rates)
+    return rates
+
+
+@pytest.mark.parametrize("limit", ["epochs", pytest.param("steps", marks=pytest.mark.slow)])
+def test_K10_a_schedule_that_goes_by_a_metric_takes_each_epoch_into_account(limit: str, tmp_path: Path) -> None:
+    done = {"within": EPOCH + 1, "last": 2 * EPOCH, "validated": 2 * EPOCH, "end": 2 * EPOCH}
+    hooks = {"within": "batch", "last": "batch", "validated": "validation", "end": "epoch"}
+    moments = {name: (hooks[name], batches) for name, batches in done.items()}
+    ((straight, *resumed),) = run_world(_rates, 1, tmp_path, LIMITS[limit], moments, [*moments])
+    assert {*straight[:-1]} == {0.1, 0.05}
+    assert resumed == [straight[batches:] for batches in done.values()]
 
 
 @pytest.mark.slow
