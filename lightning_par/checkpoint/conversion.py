@@ -24,12 +24,24 @@ from lightning_par.checkpoint.native import is_native
 from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Entry, Joining, Source
 from lightning_par.checkpoint.whole import open_native, open_single, write_native, write_single
 
+
+def is_torch(path: Path) -> bool:
+    """Whether ``path`` is a file that begins as those of ``torch.save`` (zip; before torch 1.6 a pickle), or cannot be read."""
+    if not path.is_file():
+        return False
+    try:
+        with open(path, "rb") as opened:
+            return opened.read(2).startswith((b"PK", b"\x80"))
+    except OSError:
+        return True  # opening it tells why
+
+
 READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Source]], ...] = (
     (is_native, open_native),
     (is_universal, open_universal),
     (is_deepspeed, open_deepspeed),
     (is_hf, open_hf),
-    (Path.is_file, open_single),
+    (is_torch, open_single),
 )
 """Whether a path is of a format, and how it is opened: the first that fits."""
 
@@ -86,8 +98,11 @@ def open_checkpoint(path: str | os.PathLike[str], joining: Joining | None = None
     for fits, opens in READERS:
         if fits(place):
             return opens(place) if joining is None else _joined(opens, place, joining)
+    what = "no checkpoint" if place.exists() else "not there"
+    if place.is_file():
+        what = "no checkpoint of a known format: it is damaged, or no file of torch.save"
     raise CheckpointError(
-        f"{place} is {'no checkpoint' if place.exists() else 'not there'}: give a complete folder of lightning_par, a .ckpt file of "
+        f"{place} is {what}: give a complete folder of lightning_par, a .ckpt file of "
         "Lightning, a folder that DeepSpeed's save_checkpoint wrote, a universal checkpoint, or a folder of transformers with safetensors"
     )
 
@@ -127,17 +142,23 @@ def convert(
             3}}``; see Note [How a parameter was cut] in ``checkpoint.deepspeed.join``.
 
     Raises:
-        CheckpointError: ``src`` cannot be read, ``dst`` is there already, the format has no place for something, or the comparison fails.
+        CheckpointError: ``src`` cannot be read, ``dst`` is there already, the format has no place for something, or rounds nothing though
+            ``target`` has a dtype, or the comparison fails.
     """
     if format not in WRITERS:
         raise CheckpointError(f"format={format!r}: choose one of {', '.join(WRITERS)}")
+    target = target or Target()
+    if format in ("native", "ckpt") and target.dtype != Target.dtype:
+        raise CheckpointError(
+            f"dtype={target.dtype}: format={format} keeps every tensor in its own dtype; deepspeed, universal and hf round"
+        )
     with put_in_place(Path(dst)) as path:
         source = open_checkpoint(src, None if layers is None and tp_plan is None else Joining(layers, tp_plan))
         source.check()
         source = hf_part(source) if format == "hf" else _named(source) if optimizer else without_optimizer(source)
         progress = progress or Silent()
         progress.begin(sum(map(_bytes, source.entries.values())))
-        WRITERS[format](_watched(source, progress), path, target or Target())
+        WRITERS[format](_watched(source, progress), path, target)
         rounded = compare(source, open_checkpoint(path), progress)
     return Report(source.format, len(source.entries), sum(math.prod(entry.shape) for entry in source.entries.values()), tuple(rounded))
 

@@ -143,10 +143,24 @@ def test_a_single_file_that_does_not_tell_is_refused_with_the_way_out(
     convert(tmp_path / "plain.ckpt", tmp_path / "out", optimizer=False)
 
 
+@pytest.mark.parametrize("format", ["native", "ckpt"])
+def test_a_dtype_is_refused_where_none_is_rounded(format: str, native: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"dtype=bf16: format={format} keeps every tensor in its own dtype"):
+        convert(native, tmp_path / "out", format, target=DeepSpeedTarget(dtype="bf16"))
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     for path, message in ((tmp_path, "is no checkpoint: give"), (tmp_path / "gone", "is not there: give")):
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(path)
+    for content in (b"root:x:0:0:root:/root:/bin/bash\n", b"", b"\x7fELF\x02", bytes(5)):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(CheckpointError, match="file is no checkpoint of a known format: it is damaged, or no file of"):
+            open_checkpoint(tmp_path / "file")
+    torch.save([1, 2], tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="holds a list, no checkpoint"):
+        open_checkpoint(tmp_path / "old.ckpt")
     torch.save([1, 2], tmp_path / "list.ckpt")
     with pytest.raises(CheckpointError, match="holds a list, no checkpoint"):
         open_checkpoint(tmp_path / "list.ckpt")

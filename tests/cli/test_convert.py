@@ -52,6 +52,7 @@ def test_convert_refuses_in_one_line(command):
     assert "format='zip': choose one of native" in command("convert", "src=last", "dst=out", "format=zip")
     assert "stage=5 must be 1, 2 or 3" in command("convert", "src=last", "dst=out", "format=deepspeed", "parallel.zero=5")
     assert "gone is not there" in command("convert", "src=gone", "dst=out", "format=ckpt")
+    assert "dtype=bf16: format=ckpt keeps" in command("convert", "src=last", "dst=out", "format=ckpt", "dtype=bf16")
 
 
 @pytest.mark.parametrize("format", ["native", "ckpt", "deepspeed", "universal"])
@@ -65,3 +66,4 @@ def test_inspect_tells_what_is_in_any_format(command, format):
 def test_inspect_refuses_in_one_line(command):
     assert command("inspect") == "usage: lightning-par inspect PATH [--tensors]"
     assert "gone is not there" in command("inspect", "gone")
+    assert "passwd is no checkpoint of a known format" in command("inspect", "/etc/passwd")
