@@ -194,7 +194,7 @@ def checksum(tensor: Tensor) -> bytes:
 
 def without_optimizer(source: Source) -> Source:
     """Weights and buffers, and what is no tensor."""
-    entries = {name: entry for name, entry in source.entries.items() if name.startswith(f"{MODEL}.") and NUMBERED not in name}
+    entries = {name: source.entries[name] for name in source.weights}
     return replace(source, meta=source.meta | {OPTIMIZERS: []}, entries=entries)
 
 

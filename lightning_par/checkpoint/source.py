@@ -143,6 +143,11 @@ class Source:
         return bool(self.meta.get(OPTIMIZERS)) or "global_step" in self.meta
 
     @property
+    def weights(self) -> list[str]:
+        """The entries of named parameters and buffers."""
+        return [name for name in self.entries if name.startswith(f"{MODEL}.") and not name.startswith(f"{MODEL}.{NUMBERED}")]
+
+    @property
     def is_numbered(self) -> bool:
         """Whether parameters of optimizers are numbered, not named."""
         return any(name.startswith(NUMBERED) for meta in self.meta.get(OPTIMIZERS, []) for g in meta["groups"] for name in g["params"])

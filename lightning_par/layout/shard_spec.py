@@ -85,9 +85,11 @@ class ShardSpec:
         return ShardSpec(self.shape, self.dims, self.span, dtype)
 
     def boxes(self) -> list[Box]:
-        """This shard as boxes of the whole tensor. See Note [Boxes of a shard]."""
+        """This shard as boxes of the whole tensor; of a tensor without elements one empty box. See Note [Boxes of a shard]."""
         block = self.block_shape
         strides = _row_major(block)
+        if 0 in self.shape:
+            return [Box((0,) * len(self.shape), self.shape, 0, strides)]
         return [
             Box(whole, sizes, sum(o * s for o, s in zip(local, strides, strict=True)) - self.span.start, strides)
             for offsets, extent in _flat_boxes(block, self.span)

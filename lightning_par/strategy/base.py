@@ -34,7 +34,7 @@ from lightning_par.strategy.refusals import loop_violations, module_violations
 from lightning_par.strategy.rehearsal import Rehearsal
 from lightning_par.strategy.resuming import DataPlace
 from lightning_par.strategy.sampling import ReplicaSampler
-from lightning_par.strategy.saving import Attendance, Holdings, foreseen, saving_violations, settle
+from lightning_par.strategy.saving import Attendance, Holdings, foreseen, local_path, saving_violations, settle
 from lightning_par.strategy.schedules import wait_for_steps
 from lightning_par.strategy.steps import Step, StepRunner
 from lightning_par.strategy.weight_averaging import open_weights
@@ -186,7 +186,7 @@ class HybridParallelStrategy(ParallelStrategy):
         violations = self.requested.violations(self.num_nodes * self.num_processes, facts)
         if module is not None and self._fits(trainer):
             violations += loop_violations(self.requested, module, trainer)
-            violations += saving_violations(trainer) if self.async_save else []
+            violations += saving_violations(trainer, async_save=self.async_save)
         if module is not None and self._is_whole(module) and not violations:
             violations += module_violations(self.requested, module)
         if trainer.state.fn == TrainerFn.PREDICTING and self.requested.cp > 1:
@@ -502,7 +502,7 @@ class HybridParallelStrategy(ParallelStrategy):
             raise TypeError("storage_options are for a CheckpointIO plugin; this strategy writes its own sharded folders")
         assert self._attendance is not None
         assert self._saver is not None
-        module = self.lightning_module
+        filepath, module = local_path(filepath), self.lightning_module
         interrupted = module is not None and module.trainer.interrupted
         settle(self._saver, interrupted=interrupted)
         if self._attendance.all_come_to_save(filepath, interrupted=interrupted):

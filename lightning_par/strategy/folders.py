@@ -33,7 +33,7 @@ def read_whole(path: str | os.PathLike[str], map_location: Any = None) -> dict[s
     """
     source = open_checkpoint(path)
     source.check()
-    names = [name.removeprefix(f"{MODEL}.") for name in source.entries if name.startswith(f"{MODEL}.") and "#" not in name]
+    names = [name.removeprefix(f"{MODEL}.") for name in source.weights]
     device = torch.device(map_location) if isinstance(map_location, str | torch.device | int) else torch.device("cpu")
     weights = {name: source.read(f"{MODEL}.{name}").to(device) for name in names}
     told = source.meta.get(MODULE, {})

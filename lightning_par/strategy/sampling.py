@@ -48,7 +48,7 @@ class ReplicaSampler(Sampler):
         self.ahead = 0
         self._world, self._device = world, device
         self._epoch = 0
-        self._next: tuple[list[Any], int, torch.Tensor | None] | None = None
+        self._next: tuple[list[Any], Iterator[Any], int, torch.Tensor | None] | None = None
 
     @property
     def repeated(self) -> int:
@@ -58,14 +58,14 @@ class ReplicaSampler(Sampler):
     def __iter__(self) -> Iterator[Any]:
         if self._next is None:
             self.drawn_from, self.ahead = self._note(), 0
-            order, first = self._draw(), 0
+            (order, rest), first = self._draw(), 0
         else:
-            (order, first, generator), self._next = self._next, None
+            (order, rest, first, generator), self._next = self._next, None
             if generator is not None:  # a new iterator has drawn from it; that of the straight run did so before the order was drawn
                 self.sampler.generator.set_state(generator)
         missing = -(len(order) - first) % self.replicas
         places = itertools.chain(order[first:], itertools.islice(itertools.cycle(order), missing if order else 0))
-        return itertools.islice(places, self.index, None, self.replicas)
+        return _then_end(itertools.islice(places, self.index, None, self.replicas), rest)
 
     def __len__(self) -> int:
         return -(-len(self.sampler) // self.replicas)
@@ -89,11 +89,11 @@ class ReplicaSampler(Sampler):
             if drawn_from is not None:
                 self._recall(drawn_from)
             self.drawn_from = self._note()
-            order = self._draw()
+            order, rest = self._draw()
         self.set_epoch(epoch)
         if first is not None:
             generator = getattr(self.sampler, "generator", None)
-            self._next = order, first, generator.get_state() if isinstance(generator, torch.Generator) else None
+            self._next = order, rest, first, generator.get_state() if isinstance(generator, torch.Generator) else None
 
     def drop_rest(self) -> None:
         """What is left of an epoch that was drawn again is not wanted: the next pass draws its own order."""
@@ -115,16 +115,23 @@ class ReplicaSampler(Sampler):
         if "sampler" in noted and _is_stateful(self.sampler):
             self.sampler.load_state_dict(noted["sampler"])
 
-    def _draw(self) -> list[Any]:
-        """Rank 0's order; a sequential one needs no asking."""
-        order = list(self.sampler)
+    def _draw(self) -> tuple[list[Any], Iterator[Any]]:
+        """Rank 0's order (a sequential one needs no asking), and what is left of this rank's pass over the user's sampler."""
+        rest = iter(self.sampler)
+        order = list(itertools.islice(rest, len(self.sampler)))
         if isinstance(self.sampler, SequentialSampler) or self._world.size == 1:
-            return order
+            return order, rest
         if not all(isinstance(place, int) for place in order):
-            return self._world.broadcast_object(order)
+            return self._world.broadcast_object(order), rest
         places = torch.tensor(order, dtype=torch.int64, device=self._device)
         self._world.broadcast(places)
-        return places.tolist()
+        return places.tolist(), rest
+
+
+def _then_end(places: Iterator[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    """A sampler may draw once more when it is asked for more than there is (torch's RandomSampler does): when we are, it is."""
+    yield from places
+    next(rest, None)
 
 
 def _is_stateful(sampler: Any) -> bool:

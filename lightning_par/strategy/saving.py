@@ -111,8 +111,25 @@ def foreseen(trainer: pl.Trainer, saver: Background) -> Iterator[None]:
             del callback.file_exists
 
 
-def saving_violations(trainer: pl.Trainer) -> list[str]:
-    """What of the callbacks does not go with ``async_save``."""
+def local_path(filepath: str | os.PathLike[str]) -> str:
+    """The same place, wherever the process goes while it is written."""
+    path = os.fspath(filepath)
+    if "://" in path:
+        raise CheckpointError(f"{path} is not saved: {NO_URL}")
+    return os.path.abspath(path)
+
+
+NO_URL = "checkpoints are folders of a file system that all ranks see. Save to one that is mounted, and copy complete folders elsewhere"
+
+
+def saving_violations(trainer: pl.Trainer, *, async_save: bool) -> list[str]:
+    """What of the callbacks does not go with how we save."""
+    folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    found = [f"{folder} of a checkpoint callback: {NO_URL}" for folder in folders if folder is not None and "://" in os.fspath(folder)]
+    return found + (_link_violations(trainer) if async_save else [])
+
+
+def _link_violations(trainer: pl.Trainer) -> list[str]:
     links = [callback for callback in trainer.checkpoint_callbacks if getattr(callback, "save_last", None) == "link"]
     if not links:
         return []
@@ -176,7 +193,10 @@ class Holdings:
         module = state.module_meta(self.part, everyone) | ({EXTRA_STATES: extras} if extras else {})
         meta = plain(checkpoint | {OPTIMIZERS: merged, MODULE: module}, dropped)
         if dropped:
-            rank_zero_warn(f"not saved in {filepath}, since they are no plain data: {', '.join(dropped)}")
+            rank_zero_warn(
+                f"not saved in {filepath}: {', '.join(dropped)}. Checkpoints hold parameters, buffers that were there at the start, and "
+                "plain data: numbers, strings, tensors, and containers of them"
+            )
         meta["layout"] = self._layout()
         saver.save(filepath, tensors, meta)
 
@@ -219,7 +239,7 @@ class Holdings:
         ours = dict.fromkeys(name for names in self.mesh.world.gather_objects([*shards, *places]) for name in names)
         known = ours.keys() | {f"{MODEL}.{alias}" for alias in self.part.aliases}
         stored = source.entries.keys() | extras.keys()
-        unexpected = [name for name in [*source.entries, *extras] if name.startswith(f"{MODEL}.") and name not in known and "#" not in name]
+        unexpected = [name for name in [*source.weights, *extras] if name not in known]
         if unexpected and strict:
             raise CheckpointError(f"checkpoint {source.path} holds weights that the model has not: {', '.join(unexpected)}")
         if not strict:

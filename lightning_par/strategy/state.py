@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers, plain
-from lightning_par.checkpoint.source import LOSS_SCALE, states
+from lightning_par.checkpoint.source import LOSS_SCALE, UNTOLD, states
 from lightning_par.comm import Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.strategy.assemble import Assembled
@@ -67,6 +67,26 @@ def buffer_places(assembled: Assembled) -> dict[str, tuple[nn.Module, str]]:
             path, _, key = name.rpartition(".")
             places[name] = (assembled.module.get_submodule(path), key)
     return places
+
+
+def stray_buffers(assembled: Assembled) -> list[str]:
+    """Persistent buffers that became tensors of their own after the start, so that no checkpoint has a name for them, and why."""
+    found = []
+    for name, buffer in assembled.module.named_buffers(remove_duplicate=False):
+        path, _, key = name.rpartition(".")
+        first = assembled.aliases.get(name)
+        if key in assembled.module.get_submodule(path)._non_persistent_buffers_set:
+            continue
+        if first is None:
+            found.append(f"{MODEL}.{name} (a buffer that was registered or first filled after the start)")
+        elif first != name and _attribute(assembled.module, first) is not buffer:
+            found.append(f"{MODEL}.{name} (a buffer that was one with {first} at the start)")
+    return found
+
+
+def _attribute(module: nn.Module, name: str) -> object:
+    path, _, key = name.rpartition(".")
+    return getattr(module.get_submodule(path), key)
 
 
 def optimizer_shards(optimizer: Optimizer, index: int, data_parallel: DataParallel, mesh: Mesh) -> dict[str, Shard]:
@@ -139,8 +159,8 @@ class Told:
         buffers, frozen: the names of its persistent buffers, and of its parameters that are not trained.
         orders: see ``orders``.
         optimizers: the ``optimizer_meta`` of each optimizer, where a checkpoint is saved.
-        extras: what ``get_extra_state`` of its modules returned, as plain data, by its key in the state dict; ``dropped``: paths in it
-            that are no plain data.
+        extras: what ``get_extra_state`` of its modules returned, as plain data, by its key in the state dict.
+        dropped: what of its state no checkpoint holds, and why.
     """
 
     buffers: list[str]
@@ -152,10 +172,11 @@ class Told:
 
     @classmethod
     def of(cls, assembled: Assembled, orders: Orders, optimizers: list[dict[str, Any]], *, extras: bool) -> Told:
-        """``extras``: whether modules are asked for their extra state."""
+        """``extras``: whether modules are asked for their extra state, and for what cannot be saved."""
         frozen = [info.name for info in assembled.parameters if not info.param.requires_grad]
         asked = {key: module.get_extra_state() for key, module in extra_places(assembled).items()} if extras else {}
-        return cls(list(persistent_buffers(assembled)), frozen, orders, optimizers, plain(asked, dropped := [], MODEL), dropped)
+        dropped = stray_buffers(assembled) if extras else []
+        return cls(list(persistent_buffers(assembled)), frozen, orders, optimizers, plain(asked, dropped, MODEL), dropped)
 
 
 def module_meta(assembled: Assembled, everyone: Sequence[Told]) -> dict[str, Any]:
@@ -227,7 +248,8 @@ def empty_optimizer_state(
             name, spec = data_parallel.held(param)
             for key, (shape, dtype) in by_name.get(name, {}).items():
                 if tuple(shape) == spec.shape and key != "step":
-                    dtype = torch.promote_types(dtype, param.dtype)  # float32 moments may come to float64 parameters
+                    same = f"{MODEL}.{name}" in stored and dtype == stored[f"{MODEL}.{name}"][1]
+                    dtype = param.dtype if same else torch.promote_types(dtype, param.dtype)  # the run may have another precision now
                     value = torch.empty_like(param, dtype=dtype, requires_grad=False)
                     shards[f"{prefix}{name}.{key}"] = Shard.of(spec.like(dtype), value)
                 else:
@@ -290,8 +312,12 @@ def apply_optimizer_meta(optimizer: Optimizer, meta: Mapping[str, Any], data_par
     """Set the hyperparameters of the param groups (in place: schedulers hold them) and state that is no tensor.
 
     Raises:
-        CheckpointError: no group of the checkpoint holds a parameter that is trained.
+        CheckpointError: the checkpoint has fewer or more groups, or none that holds a parameter that is trained.
     """
+    if len(optimizer.param_groups) != len(meta["groups"]) and not any(UNTOLD in group["params"] for group in meta["groups"]):
+        raise CheckpointError(
+            f"the checkpoint has {len(meta['groups'])} param groups, but configure_optimizers made {len(optimizer.param_groups)}. {ANEW}"
+        )
     known = {name for group in meta["groups"] for name in group["params"]}
     trained = [data_parallel.held(param)[0] for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if unknown := [name for name in trained if name not in known]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_par import HybridParallelStrategy, convert
 from lightning_par.checkpoint import CheckpointError, is_native, read_meta
+from lightning_par.layout import LayoutError
 from lightning_par.strategy import saving
 from tests.checkpoint.fits import LAYOUTS, QUIET, STEPS, Net, SaveAt, assert_equal, fit, fit_world, world_size
 from tests.harness import WorldError, run_world
@@ -320,6 +321,120 @@ def test_K7_state_that_a_single_file_lacks_is_named(lost: str, tmp_path: Path) -
     else:
         told = run_world(_resume_told, 1, tmp_path / "less.ckpt")[0]
         assert any(f"has no state of optimizer 0 for {name}: it begins anew" in message for message in told)
+
+
+class Odd(Net):
+    """A parameter without elements, a name with a number sign."""
+
+    def __init__(self, groups: int = 2) -> None:
+        super().__init__(dropout=0.0)
+        self.none, self.by_name = torch.nn.Parameter(torch.ones(0, 3)), torch.nn.ModuleDict({"c#": torch.nn.Linear(1, 1)})
+        self.groups = groups
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.none.sum() + 0.1 * self.by_name["c#"](torch.ones(1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        params = list(self.parameters())
+        return torch.optim.AdamW([{"params": params[i :: self.groups]} for i in range(self.groups)], lr=0.01)
+
+
+def _odd(layout: dict[str, int], steps: int, save: Path | None, resume: Path | None, groups: int = 2) -> dict[str, Tensor] | None:
+    trainer = _trainer(layout, max_steps=steps)
+    trainer.fit(Odd(groups), _loader(trainer), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return trainer.strategy.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp": 2}, pytest.param({"dp": 2, "zero": 1}, marks=pytest.mark.slow), {"dp": 2, "zero": 2}],
+    ids=["dp2", "dp2 zero1", "dp2 zero2"],
+)
+def test_K1_parameters_without_elements_and_names_with_number_signs(layout: dict[str, int], tmp_path: Path) -> None:
+    straight = run_world(_odd, 2, layout, 4, None, None)[0]
+    run_world(_odd, 2, layout, 2, tmp_path / "last", None)
+    assert_equal(run_world(_odd, 2, layout, 4, None, tmp_path / "last")[0], straight)
+    assert Odd.load_from_checkpoint(tmp_path / "last").none.shape == (0, 3)
+    convert(tmp_path / "last", tmp_path / "whole.ckpt", "ckpt")
+    assert_equal(run_world(_odd, 2, layout, 4, None, tmp_path / "whole.ckpt")[0], straight)
+    if layout == {"dp": 2}:
+        with pytest.raises(WorldError, match="the checkpoint has 2 param groups, but configure_optimizers made 3"):
+            run_world(_odd, 2, layout, 4, None, tmp_path / "last", 3)
+
+
+class Strays(Net):
+    """Two names of one buffer part in the first step, and another buffer is first filled there."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("same", self.seen)
+        self.register_buffer("late", None)
+        self.register_buffer("passing", None, persistent=False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.same, self.late, self.passing = self.seen + 1, torch.ones(2), torch.ones(3)
+
+
+def _save_strays(folder: Path) -> None:
+    trainer = _trainer({"dp": 2}, max_steps=1)
+    trainer.fit(Strays(), _loader(trainer))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.save_checkpoint(folder)
+    told = [str(warning.message) for warning in caught if "not saved" in str(warning.message)]
+    assert len(told) == (trainer.global_rank == 0)
+    for message in told:
+        assert "model.late (a buffer that was registered or first filled after the start)" in message
+        assert "model.same (a buffer that was one with seen at the start)" in message
+        assert "passing" not in message
+    with pytest.raises(CheckpointError, match="s3://bucket/last is not saved"):
+        trainer.save_checkpoint("s3://bucket/last")
+
+
+def test_what_no_checkpoint_can_hold_is_told(tmp_path: Path) -> None:
+    run_world(_save_strays, 2, tmp_path / "last")
+
+
+def test_a_callback_that_saves_to_an_address_is_refused_before_anything_starts() -> None:
+    trainer = _trainer({"dp": 2}, [ModelCheckpoint("memory://bucket/runs")], max_steps=1)
+    with pytest.raises(LayoutError, match=r"memory://bucket/runs .*folders of a file system"):
+        trainer.fit(Net(), _loader(trainer))
+
+
+def _save_and_go_elsewhere(folder: Path) -> None:
+    os.chdir(folder)
+    trainer = L.Trainer(devices=2, strategy=HybridParallelStrategy(dp=2, async_save=True), max_steps=1, callbacks=[Leaves()], **QUIET)
+    trainer.fit(Net(dropout=0.0), _loader(trainer))
+
+
+class Leaves(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint("last")
+        os.chdir("/")
+
+
+def test_a_relative_path_is_that_of_the_moment_it_was_given(tmp_path: Path) -> None:
+    run_world(_save_and_go_elsewhere, 2, tmp_path)
+    assert is_native(tmp_path / "last")
+
+
+def _train_in(precision: str, steps: int, folder: Path, resumes: bool) -> torch.dtype:
+    trainer = _trainer({"dp": 2}, max_steps=steps, precision=precision)
+    module = Net(dropout=0.0)
+    trainer.fit(module, _loader(trainer), ckpt_path=folder if resumes else None)
+    if not resumes:
+        trainer.save_checkpoint(folder)
+    return trainer.optimizers[0].state[next(iter(trainer.optimizers[0].state))]["exp_avg"].dtype
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("64-true", "32-true"), ("32-true", "64-true")])
+def test_moments_have_the_dtype_of_the_run_that_goes_on(saved: str, resumed: str, tmp_path: Path) -> None:
+    run_world(_train_in, 2, saved, 2, tmp_path / "last", False)
+    found = run_world(_train_in, 2, resumed, 3, tmp_path / "last", True)
+    assert found == [torch.float32 if resumed == "32-true" else torch.float64] * 2
 
 
 def _fit_one_rank(folder: Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from lightning_par import HybridParallelStrategy
 from tests.harness import run_world
+from tests.harness.models import QUIET
 
 ROWS = 14
 
@@ -219,3 +220,31 @@ def test_L2_no_rank_validates_while_another_that_has_more_batches_trains(layout:
     for did, told in run_world(_fit_on_unequally_many, math.prod(layout.values()), layout, sized):
         assert did == ["train 0", "train 1", "validate", "train 2", "train 3", "validate", "train 4"]
         assert told.startswith("this is the epoch's last training batch on 1 of 2 data ranks, but others have more")
+
+
+class Recorder(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(1, 1), []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch.flatten().tolist())
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _epochs(strategy: Any, rows: int, workers: int) -> list[list[float]]:
+    """The batches of three epochs, shuffled by a generator of the dataloader's own."""
+    generator = torch.Generator().manual_seed(1)
+    data = torch.arange(float(rows)).view(rows, 1)
+    loader = DataLoader(data, batch_size=4, shuffle=True, generator=generator, num_workers=workers)
+    module = Recorder()
+    L.Trainer(strategy=strategy, devices=1, max_epochs=3, **QUIET).fit(module, loader)
+    return module.seen
+
+
+@pytest.mark.parametrize(("rows", "workers"), [(8, 0), (10, 0), (8, 1)])
+def test_a_generator_of_ones_own_shuffles_every_epoch_as_under_plain_lightning(rows: int, workers: int) -> None:
+    assert _epochs(HybridParallelStrategy(), rows, workers) == _epochs("auto", rows, workers)
