@@ -236,6 +236,16 @@ def test_a_damaged_header_is_named(told: tuple[int | None, bytes], tmp_path: Pat
         open_checkpoint(tmp_path)
 
 
+def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/config.json").write_text("{}")
+    (tmp_path / "secret.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    for file in ("../secret.safetensors", str(tmp_path / "secret.safetensors")):
+        (tmp_path / "out/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+        with pytest.raises(CheckpointError, match=rf"the file '{file}' cannot be the name of a file or folder"):
+            open_checkpoint(tmp_path / "out")
+
+
 def test_a_module_without_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
     write_native(synthetic(), tmp_path / "last")
     with pytest.raises(CheckpointError, match="does not tell of a model of Hugging Face transformers"):
