@@ -58,7 +58,7 @@ def _batch_violations(layout: ParallelLayout, world: int, batch: int | None) -> 
 def _option_violations(parallel: DictConfig) -> list[str]:
     found = []
     try:
-        ZeroOptions(**(parallel.get("zero_options") or {}))
+        ZeroOptions.of(parallel.get("zero_options") or {})
     except (TypeError, ValueError) as error:
         found.append(f"parallel.zero_options: {error}")
     switches = {field: parallel.get(field, default) for field, default in SWITCHES.items()}

@@ -53,8 +53,7 @@ class HybridParallelStrategy(ParallelStrategy):
             to host memory, and that much of it. See Note [Saving while training goes on] in ``saving``.
         restore_optimizer: False: a fit with ``ckpt_path`` takes no state of optimizers from the checkpoint, and needs none there.
         timeout: of a collective: how long a rank waits for the others.
-        layout_fields: the fields of ``ParallelLayout``: dp, tp, pp, cp, zero, replicate, schedule, chunks,
-            microbatches.
+        layout_fields: the fields of ``ParallelLayout``: dp, tp, pp, cp, zero, replicate, schedule, chunks, microbatches, balance.
 
     Raises:
         LayoutError: for a layout that cannot run, with every reason: at once where the fields alone tell, and when a run starts, before
@@ -84,7 +83,7 @@ class HybridParallelStrategy(ParallelStrategy):
             raise TypeError(f"restore_optimizer={restore_optimizer!r}: give True or False")
         if not isinstance(timeout, timedelta):
             raise TypeError(f"timeout={timeout!r}: give a datetime.timedelta, as in timedelta(minutes=30)")
-        self.zero_options = zero_options if isinstance(zero_options, ZeroOptions) else ZeroOptions(**(zero_options or {}))
+        self.zero_options = zero_options if isinstance(zero_options, ZeroOptions) else ZeroOptions.of(zero_options or {})
         self.requested = _layout_of(layout, layout_fields)
         self.async_save, self.restore_optimizer = async_save, restore_optimizer
         self.timeout = timeout
@@ -202,6 +201,7 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        seams.logged_values_are_synced()
         self.set_world_ranks()
         seams.join_world(self.cluster_environment, self.root_device, self.timeout)
         if self._mesh is None:

@@ -24,6 +24,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _Stateful
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.loops.evaluation_loop import RestartStage
@@ -61,6 +62,7 @@ __all__ = [
     "join_world",
     "length",
     "logged_in_training",
+    "logged_values_are_synced",
     "metrics",
     "no_word_of_lost_places",
     "note_sigterm",
@@ -354,6 +356,11 @@ def set_logged_rank(rank: int) -> None:
 def zeroes_gradients(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Lightning will call zero_grad in this batch's closure: it is the first of an accumulation window."""
     return batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def logged_values_are_synced() -> None:
+    """Lightning recommends ``sync_dist=True`` for what is the same on every rank already."""
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True", category=PossibleUserWarning)
 
 
 def is_last_batch(trainer: pl.Trainer) -> bool:

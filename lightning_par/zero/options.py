@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -58,6 +59,14 @@ class ZeroOptions:
             faults.append(f"prefetch={self.prefetch!r} must be a whole number of at least 0")
         if faults:
             raise ValueError("; ".join(faults))
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ZeroOptions:
+        """From a dict of its fields."""
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in given if name not in known]:
+            raise TypeError(f"ZeroOptions has no {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+        return cls(**given)
 
     @property
     def bucket_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,18 @@ def test_P19_the_loggers_file_has_the_loss_under_a_pipeline(tmp_path: Path) -> N
     assert len(rows) == 6
     assert float(rows[-1]["loss_step"]) == pytest.approx(wanted, rel=1e-6)
     assert len(list(tmp_path.rglob("metrics.csv"))) == 1
+
+
+def _warnings_of_a_fit() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(HybridParallelStrategy(dp=2), 2)
+    return [str(warning.message) for warning in caught]
+
+
+def test_nobody_is_told_to_synchronize_what_is_the_same_everywhere() -> None:
+    for told in run_world(_warnings_of_a_fit, 2):
+        assert not [message for message in told if "sync_dist" in message]
 
 
 class OwnNames(Net):
