@@ -155,6 +155,19 @@ def is_native(folder: str | os.PathLike[str]) -> bool:
     return _found(Path(folder)) is not None
 
 
+def mark_of(folder: str | os.PathLike[str]) -> bytes:
+    """What tells this checkpoint from one that takes its place."""
+    with suppress(FileNotFoundError):
+        return (complete_folder(folder) / SUMS).read_bytes()
+    return b""
+
+
+def require_mark(folder: str | os.PathLike[str], mark: bytes) -> None:
+    """Raise a CheckpointError if another checkpoint has taken the place of that with this mark."""
+    if mark_of(folder) != mark:
+        raise CheckpointError(f"checkpoint {folder} was replaced by another while it was read: read it again")
+
+
 def read_meta(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The plain part, on CPU. Any rank may call alone."""
     source = complete_folder(folder)

@@ -84,6 +84,7 @@ class Source:
         format: in words, for people.
         facts: about the files, for people.
         files: of ``torch.save``, which hold a checksum of every tensor.
+        mark: what tells it from another that takes its place while it is read, where that can be told.
     """
 
     path: Path
@@ -92,6 +93,7 @@ class Source:
     entries: dict[str, Entry]
     facts: dict[str, Any] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
+    mark: bytes = b""
 
     def read(self, name: str) -> Tensor:
         return self.entries[name].read()

@@ -56,6 +56,7 @@ class NativeSource(Source):
     def fill(self, shards: Mapping[str, Shard]) -> None:
         stored = dict(zip(self.entries, self.stored, strict=True))
         native.read_tensors(self.path, {stored.get(name, name): shard for name, shard in shards.items()})
+        native.require_mark(self.path, self.mark)
 
     @override
     def check(self, *, index: int = 0, ranks: int = 1) -> None:
@@ -64,12 +65,14 @@ class NativeSource(Source):
 
 def open_native(path: Path) -> Source:
     """A native folder, complete."""
+    mark = native.mark_of(path)
     reader = IndexReader(native.complete_folder(path))
 
     def entry(name: str, shape: torch.Size, dtype: torch.dtype) -> Entry:
         def read() -> Tensor:
             whole = Shard.whole(torch.empty(shape, dtype=dtype), writes=False)
             native.read_tensors(path, {name: whole}, reader)
+            native.require_mark(path, mark)
             return whole.data
 
         return Entry(tuple(shape), dtype, read)
@@ -77,7 +80,7 @@ def open_native(path: Path) -> Source:
     index = native.read_index(path)
     meta = native.read_meta(path)
     entries = {name: entry(name, *told) for name, told in index.items()}
-    return NativeSource(path, "native folder", meta, entries, {"layout": meta.get("layout")}, stored=tuple(index))
+    return NativeSource(path, "native folder", meta, entries, {"layout": meta.get("layout")}, stored=tuple(index), mark=mark)
 
 
 def write_native(source: Source, path: Path) -> None:

@@ -213,6 +213,8 @@ class Holdings:
             return source
 
         source = self._everywhere(f"ckpt_path={str(filepath)!r}", read)
+        if len(set(self.mesh.world.gather_objects(source.mark))) > 1:
+            raise CheckpointError(f"checkpoint {filepath} was replaced by another while it was read: read it again")
         if source.is_numbered and self.orders:
             everyone = self._tell([], extras=False)
             order, certain = self._whole_orders(everyone)

@@ -148,6 +148,16 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "data" / "precious").read_text() == "a file"
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_told(tmp_path: Path) -> None:
+    run_world(_save, 1, tmp_path / "last")
+    source = open_native(tmp_path / "last")
+    source.fill({"model.weight": (whole := Shard.whole(torch.zeros(5, 3), writes=False))})
+    run_world(_save, 1, tmp_path / "last", 2.0)
+    for read in (lambda: source.fill({"model.weight": whole}), lambda: source.read("model.weight")):
+        with pytest.raises(CheckpointError, match="last was replaced by another while it was read"):
+            read()
+
+
 def test_files_of_others_in_a_checkpoint_outlive_it(tmp_path: Path) -> None:
     folder = tmp_path / "last"
     run_world(_save, 1, folder)
