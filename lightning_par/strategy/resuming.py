@@ -162,7 +162,11 @@ class DataPlace:
                 f"{batches} batches of another order are left out instead"
             )
         if batches is None:
-            sampler.draw_again(drawn_from, None)
+            stay = dataloader.persistent_workers and not trainer.reload_dataloaders_every_n_epochs
+            sampler.draw_again(drawn_from, samples if stay else None)
+            if stay:  # the iterator of the straight run was there when this epoch began, with no sample left
+                with generators_kept():
+                    iter(dataloader)
             return
         size = dataloader.batch_size or 1
         before, now = told.get("batch_size", size) * resumed.replicas, sampler.replicas * size

@@ -110,6 +110,11 @@ def with_workers(size: int, replicas: int, index: int) -> Any:
     return DataLoader(Numbers(ROWS), batch_size=size, shuffle=True, num_workers=1)
 
 
+def persistent(size: int, replicas: int, index: int) -> Any:
+    current_process()._config["daemon"] = False
+    return DataLoader(Numbers(ROWS), batch_size=size, shuffle=True, num_workers=1, persistent_workers=True)
+
+
 class Dice(Sampler):
     """Draws from generators of all kinds, and its order depends on the epoch and on itself."""
 
@@ -206,9 +211,11 @@ def stateful_stream(size: int, replicas: int, index: int) -> Any:
     return Stateful(Stream(replicas, index), batch_size=size)
 
 
-LOADERS: dict[str, Loader] = {loader.__name__: loader for loader in (shuffled, shuffled_apart, own_sampler, two, plain, with_workers)} | {
+LOADERS: dict[str, Loader] = {loader.__name__: loader for loader in (shuffled, shuffled_apart, own_sampler, two, plain)} | {
     loader.__name__: loader for loader in (own_batches, own_division, stream, stateful_stream, two_at_least)
 }
+WITH_WORKERS = {"with_workers": with_workers, "persistent": persistent}
+LOADERS |= WITH_WORKERS
 
 
 def _fit(loader: str, layout: dict[str, int], limit: dict[str, int], folder: Path, **how: Any) -> list[Step]:
@@ -260,7 +267,7 @@ LIMITS = {"steps": {"max_steps": 3 * EPOCH - 1}, "epochs": {"max_epochs": 3}}
 @pytest.mark.parametrize("limit", ["steps", "epochs"])
 def test_K10_K11_any_dataloader_goes_on_with_the_next_sample_and_random_number(layout: dict[str, int], limit: str, tmp_path: Path) -> None:
     """Bit for bit in the same layout: samples, random numbers, epochs, batches, steps, wherever the run was saved."""
-    names = [name for name in LOADERS if name != "with_workers"] if layout["dp"] > 1 else ["shuffled", "own_sampler", "with_workers"]
+    names = [name for name in LOADERS if name not in WITH_WORKERS] if layout["dp"] > 1 else ["shuffled", "own_sampler", *WITH_WORKERS]
     straight = _world(layout, tmp_path, [(name, LIMITS[limit], {"moments": MOMENTS}) for name in names])
     cases = [(name, moment) for name in names for moment in MOMENTS]
     resumed = _world(layout, tmp_path, [(name, LIMITS[limit], {"resume": moment}) for name, moment in cases])
@@ -442,6 +449,13 @@ def test_K10_an_accumulation_that_changes_from_epoch_to_epoch_goes_on_as_it_was(
     (straight,) = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["epochs"], {"scheduling": {0: 1, 1: 2}, "moments": moments})])
     fits = [("shuffled", LIMITS["epochs"], {"scheduling": {0: 1, 1: 2}, "resume": name}) for name in moments]
     for (name, batches), ranks in zip(done.items(), _world({"dp": 2}, tmp_path, fits), strict=True):
+        assert ranks == [steps[batches:] for steps in straight], name
+
+
+def test_K10_workers_that_stay_from_epoch_to_epoch_draw_no_random_number_in_the_next(tmp_path: Path) -> None:
+    (straight,) = _world({"dp": 1}, tmp_path, [("persistent", LIMITS["epochs"], {"moments": MOMENTS})])
+    resumed = _world({"dp": 1}, tmp_path, [("persistent", LIMITS["epochs"], {"resume": name}) for name in MOMENTS])
+    for (name, (_, batches)), ranks in zip(MOMENTS.items(), resumed, strict=True):
         assert ranks == [steps[batches:] for steps in straight], name
 
 
