@@ -23,6 +23,9 @@ from torch.utils.data import Sampler, SequentialSampler
 from lightning_par.comm import Group
 from lightning_par.strategy.state import generators, generators_kept, set_generators
 
+ENDED = "ended"
+"""Noted of an order whose sampler was asked for more than there is."""
+
 
 class ReplicaSampler(Sampler):
     """One replica's part of the order that ``sampler`` gives. All ranks of ``world`` must start an epoch together.
@@ -65,7 +68,7 @@ class ReplicaSampler(Sampler):
                 self.sampler.generator.set_state(generator)
         missing = -(len(order) - first) % self.replicas
         places = itertools.chain(order[first:], itertools.islice(itertools.cycle(order), missing if order else 0))
-        return _then_end(itertools.islice(places, self.index, None, self.replicas), rest)
+        return self._given(itertools.islice(places, self.index, None, self.replicas), rest, self.drawn_from)
 
     def __len__(self) -> int:
         return -(-len(self.sampler) // self.replicas)
@@ -90,6 +93,9 @@ class ReplicaSampler(Sampler):
                 self._recall(drawn_from)
             self.drawn_from = self._note()
             order, rest = self._draw()
+            if (drawn_from or {}).get(ENDED):
+                next(rest, None)
+                self.drawn_from[ENDED] = True
         self.set_epoch(epoch)
         if first is not None:
             generator = getattr(self.sampler, "generator", None)
@@ -115,6 +121,13 @@ class ReplicaSampler(Sampler):
         if "sampler" in noted and _is_stateful(self.sampler):
             self.sampler.load_state_dict(noted["sampler"])
 
+    def _given(self, places: Iterator[Any], rest: Iterator[Any], noted: dict[str, Any] | None) -> Iterator[Any]:
+        """A sampler may draw once more when it is asked for more than there is (torch's RandomSampler does): when we are, it is."""
+        yield from places
+        next(rest, None)
+        if noted is not None:
+            noted[ENDED] = True
+
     def _draw(self) -> tuple[list[Any], Iterator[Any]]:
         """Rank 0's order (a sequential one needs no asking), and what is left of this rank's pass over the user's sampler."""
         rest = iter(self.sampler)
@@ -126,12 +139,6 @@ class ReplicaSampler(Sampler):
         places = torch.tensor(order, dtype=torch.int64, device=self._device)
         self._world.broadcast(places)
         return places.tolist(), rest
-
-
-def _then_end(places: Iterator[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    """A sampler may draw once more when it is asked for more than there is (torch's RandomSampler does): when we are, it is."""
-    yield from places
-    next(rest, None)
 
 
 def _is_stateful(sampler: Any) -> bool:
