@@ -54,7 +54,7 @@ def batches_given(loop: dict[str, Any]) -> int | None:
     return loop[BATCHES]["current"]["processed" if is_in_batch_end(loop) else "completed"]
 
 
-def reopen(loop: dict[str, Any], *, by_steps: bool, validates: bool) -> None:
+def reopen(loop: dict[str, Any], *, by_steps: bool, validates: bool = False) -> None:
     """Tell the epoch at hand so that Lightning goes on right. See Note [Counts of a saved loop].
 
     Args:
