@@ -144,6 +144,7 @@ def test_P17_an_overflow_on_one_stage_skips_the_step_on_all(layout: dict[str, An
     assert losses[2] == losses[1] < losses[0], "the first step was taken, the second was not"
 
 
+@pytest.mark.slow
 def test_P21_a_run_with_late_weight_gradients_resumes_bit_for_bit(tmp_path: Path) -> None:
     layout, folder = {"pp": 2, "schedule": "zb_h1", "microbatches": 3, "balance": [2, 1]}, tmp_path / "last"
     straight = fits.fit_world(layout, 6)

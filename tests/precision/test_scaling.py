@@ -231,7 +231,8 @@ def _clipped(layout: dict[str, int], scale: float | None, clip: float) -> tuple[
     return module.norms, None if after is None else {key: (before[key] - after[key]).float() for key in before}
 
 
-@pytest.mark.parametrize("layout", [n if n == "tp2" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_A5_A14_hooks_see_and_clipping_clips_the_norm_of_float32_under_every_layout(layout: str) -> None:
     for clip, is_clipped in ((0.05, True), (100.0, False)):
         (norms, exact), _ = run_world(_clipped, 2, LAYOUTS[layout], None, clip)

@@ -452,6 +452,7 @@ def test_K10_an_accumulation_that_changes_from_epoch_to_epoch_goes_on_as_it_was(
         assert ranks == [steps[batches:] for steps in straight], name
 
 
+@pytest.mark.slow
 def test_K10_workers_that_stay_from_epoch_to_epoch_draw_no_random_number_in_the_next(tmp_path: Path) -> None:
     (straight,) = _world({"dp": 1}, tmp_path, [("persistent", LIMITS["epochs"], {"moments": MOMENTS})])
     resumed = _world({"dp": 1}, tmp_path, [("persistent", LIMITS["epochs"], {"resume": name}) for name in MOMENTS])
