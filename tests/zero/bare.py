@@ -232,7 +232,7 @@ def _train_all(cases: dict[str, Case]) -> dict[str, Result]:
 @cache
 def _outcomes(names: tuple[str, ...], cases: tuple[Case, ...], world: int) -> list[dict[str, Result]] | WorldError:
     try:
-        return run_world(_train_all, world, dict(zip(names, cases, strict=True)), timeout=180)
+        return run_world(_train_all, world, dict(zip(names, cases, strict=True)), timeout=500)
     except WorldError as error:
         return error
 

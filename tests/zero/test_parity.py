@@ -173,7 +173,7 @@ PRODUCT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_every_stage_accumulation_optimizer_and_bucket_size(world: int) -> None:
     results = outcomes(PRODUCT, world)
     for name, case in PRODUCT.items():
