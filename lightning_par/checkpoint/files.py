@@ -22,7 +22,7 @@ import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +31,16 @@ import torch
 from torch import Tensor
 
 from lightning_par.checkpoint.errors import CheckpointError
+
+
+def require_file_names(where: Path, what: str, called: Iterable[str]) -> None:
+    """Raise a CheckpointError that tells which of these names, of ``what``, cannot name a file or folder: they could lead elsewhere."""
+    bad = [name for name in called if name in ("", ".", "..") or set(name) & set("/\\\0") or len(name.encode(errors="replace")) > 250]
+    if bad:
+        raise CheckpointError(
+            f"{where}: {what} {', '.join(map(repr, bad))} cannot be the name of a file or folder: such a name is not empty, '.' or '..', "
+            "has no slash, backslash or NUL in it, and at most 250 bytes"
+        )
 
 
 def load(file: Path, stubs: Mapping[str, type] | None = None) -> Any:

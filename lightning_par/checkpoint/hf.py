@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_par.checkpoint.deepspeed.names import require_file_names
 from lightning_par.checkpoint.deepspeed.write import DTYPES, Target
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.files import write_through
+from lightning_par.checkpoint.files import require_file_names, write_through
 from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZERS, Entry, Source
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -90,7 +89,7 @@ def hf_part(source: Source) -> Source:
             "format=ckpt, load the weights of each into its model, and call save_pretrained"
         )
     prefix, tied = told["prefix"], told.get("tied", {})
-    stored = [name.removeprefix(f"{MODEL}.") for name in source.entries if name.startswith(f"{MODEL}.")]
+    stored = [name.removeprefix(f"{MODEL}.") for name in source.weights]
     firsts = module["aliases"] | {name: name for name in stored if name not in module["aliases"].values()}
     names: dict[tuple[str, str], str] = {}
     for key, first in firsts.items():

@@ -153,10 +153,9 @@ class Pipeline:
     ) -> None:
         actions = plan[self.index]
         self._runs += 1
-        step = _Step(self, forward, signatures, grad=grad, split=split and any(action.kind is Kind.W for action in actions))
-        streams = MicrobatchStreams(len(signatures), step.device, moment or f"run {self._runs}")
-        with torch.set_grad_enabled(grad), streams:
-            step.run(actions, streams)
+        split = split and any(action.kind is Kind.W for action in actions)
+        with torch.set_grad_enabled(grad):
+            _Step(self, forward, signatures, grad=grad, split=split, moment=moment or f"run {self._runs}").run(actions)
 
 
 Place = tuple[int, int]
@@ -167,12 +166,20 @@ class _Step:
     """One pass of a rank over its list. Everything it holds belongs to this step, and goes with it."""
 
     def __init__(
-        self, pipeline: Pipeline, forward: Callable[[int], object], signatures: Sequence[Hashable], *, grad: bool, split: bool
+        self,
+        pipeline: Pipeline,
+        forward: Callable[[int], object],
+        signatures: Sequence[Hashable],
+        *,
+        grad: bool,
+        split: bool,
+        moment: str,
     ) -> None:
         self.pipeline, self.forward, self.signatures, self.grad, self.split = pipeline, forward, signatures, grad, split
         self.lanes, self.forms = pipeline.lanes, pipeline._forms
         self.last_stage = len(pipeline.placement.spans) - 1
         self.device = pipeline.device or next((p.device for p in pipeline.module.parameters()), torch.device("cpu"))
+        self.streams = MicrobatchStreams(len(signatures), self.device, moment)
         self.inbox = Inbox(self.lanes, self.device, self._forms_of, self._learn)
         self.inlets: dict[Place, Inlet] = {}  # where inputs came in, until their gradients are taken
         self.graphs: dict[Place, list[GradientEdge | None]] = {}  # where gradients of an output enter, until backward
@@ -193,10 +200,10 @@ class _Step:
             Kind.FREE_B: self._free,
         }
 
-    def run(self, actions: Sequence[Action], streams: MicrobatchStreams) -> None:
-        self.streams = streams
-        for action in actions:
-            self.methods[action.kind](action)
+    def run(self, actions: Sequence[Action]) -> None:
+        with self.streams:
+            for action in actions:
+                self.methods[action.kind](action)
         left = [key for held in (self.inlets, self.graphs, self.seeds, self.rests, self.outgoing, self.headers, self.sent) for key in held]
         assert not left, f"the step left something behind: {left}"
         assert self.inbox.is_empty, "the step left messages unread"

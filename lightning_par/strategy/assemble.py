@@ -91,7 +91,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
         whole_on_tp = specs[name].is_whole
         counted = (mesh.tp.index == 0 or not whole_on_tp) and stages.get(name, (mesh.pp.index,))[0] == mesh.pp.index
         infos.append(ParameterInfo(name, param, specs[name], stages.get(name, ()), name in partial, counted))
-    buffers = mesh.pp.gather_objects([name for name, _ in module.named_buffers()])
+    buffers = mesh.pp.gather_objects([aliases.get(name, name) for name, _ in module.named_buffers()])
     elsewhere = frozenset(name for stage in buffers[: mesh.pp.index] for name in stage)
     return Assembled(module, mesh, tuple(infos), aliases, untold, elsewhere, pipeline)
 

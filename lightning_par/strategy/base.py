@@ -515,7 +515,7 @@ class HybridParallelStrategy(ParallelStrategy):
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Delete a checkpoint of any kind: with ``async_save`` after the save under way, and only if that succeeds."""
         if self._saver is not None:
-            self._saver.remove(filepath)
+            self._saver.remove(os.path.abspath(filepath))
 
     def wait_for_checkpoint(self) -> None:
         """Until the checkpoint that ``async_save`` has under way is complete. Any rank may call; a fit that ends does so itself.

@@ -285,16 +285,16 @@ class DataPlace:
             states = by_replica[mesh.dp.index % replicas]
         mode, at_end = told.get("mode", "max_size_cycle"), progress.is_at_end(loops)
         self._resumed = _Resumed(
-            batches,
-            replicas,
-            mode,
-            told.get("loaders", []),
-            [*states],
-            at_end,
-            validates,
-            in_epoch_end,
-            told.get("metrics", {}),
-            told.get("partial"),
+            batches=batches,
+            replicas=replicas,
+            mode=mode,
+            told=told.get("loaders", []),
+            states=[*states],
+            at_end=at_end,
+            validates=validates,
+            in_epoch_end=in_epoch_end,
+            metrics=told.get("metrics", {}),
+            partial=told.get("partial"),
         )
         self._restored = None
         seams.set_up_again(trainer)

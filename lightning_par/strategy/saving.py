@@ -257,6 +257,7 @@ class Holdings:
 
         def fill() -> None:
             source.fill(shards)
+            state.spread_buffers(self.part)
             for name in places.keys() & extras.keys():
                 places[name].set_extra_state(extras[name])
 

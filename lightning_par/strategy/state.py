@@ -60,33 +60,46 @@ def extra_places(assembled: Assembled) -> dict[str, nn.Module]:
 
 
 def buffer_places(assembled: Assembled) -> dict[str, tuple[nn.Module, str]]:
-    """Where they are: the module and its attribute (the tensor there may be replaced at any time)."""
+    """Where they are, by first name: the module and its attribute (the tensor there may be replaced at any time)."""
     places = {}
     for name, _ in assembled.module.named_buffers():
-        if assembled.aliases.get(name) == name:
+        if name in assembled.aliases:  # its first name may be on another pipeline stage
             path, _, key = name.rpartition(".")
-            places[name] = (assembled.module.get_submodule(path), key)
+            places.setdefault(assembled.aliases[name], (assembled.module.get_submodule(path), key))
     return places
 
 
 def stray_buffers(assembled: Assembled) -> list[str]:
-    """Persistent buffers that became tensors of their own after the start, so that no checkpoint has a name for them, and why."""
-    found = []
-    for name, buffer in assembled.module.named_buffers(remove_duplicate=False):
+    """Persistent buffers that became tensors of their own after the start, so that no checkpoint has a name for them, and why.
+
+    What was one tensor at the start may have its first name on another pipeline stage: there nothing can be told. Moved to a device,
+    one tensor becomes several of one value.
+    """
+    found, here = [], dict(assembled.module.named_buffers(remove_duplicate=False))
+    for name, buffer in here.items():
         path, _, key = name.rpartition(".")
         first = assembled.aliases.get(name)
         if key in assembled.module.get_submodule(path)._non_persistent_buffers_set:
             continue
         if first is None:
             found.append(f"{MODEL}.{name} (a buffer that was registered or first filled after the start)")
-        elif first != name and _attribute(assembled.module, first) is not buffer:
+        elif not _is_same(here.get(first, buffer), buffer):
             found.append(f"{MODEL}.{name} (a buffer that was one with {first} at the start)")
     return found
 
 
-def _attribute(module: nn.Module, name: str) -> object:
-    path, _, key = name.rpartition(".")
-    return getattr(module.get_submodule(path), key)
+def spread_buffers(assembled: Assembled) -> None:
+    """Buffers under all their names take the value of the first, which was loaded."""
+    loaded = persistent_buffers(assembled)
+    for name, buffer in assembled.module.named_buffers(remove_duplicate=False):
+        source = loaded.get(assembled.aliases.get(name, name))
+        if source is not None and source is not buffer and source.shape == buffer.shape:
+            buffer.copy_(source)
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    alike = first.shape == second.shape and first.dtype == second.dtype and first.device == second.device
+    return first is second or (alike and torch.equal(first, second))
 
 
 def optimizer_shards(optimizer: Optimizer, index: int, data_parallel: DataParallel, mesh: Mesh) -> dict[str, Shard]:

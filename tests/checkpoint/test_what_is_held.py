@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,61 @@ def _resume_transposed(folder: Path) -> None:
 
 def test_K1_tensors_of_any_memory_format_are_saved_and_loaded(tmp_path: Path) -> None:
     run_world(_resume_transposed, 1, tmp_path)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.line(x)
+
+
+class Sharing(L.LightningModule):
+    """All layers, on both stages of a pipeline, have one persistent buffer."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shared = torch.full((3,), scale)
+        self.layers = nn.ModuleList(Scaled(shared) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _share(layout: dict[str, int], scale: float, save: Path | None, resume: Path | None) -> tuple[dict[str, float], list[str]]:
+    trainer = L.Trainer(strategy=HybridParallelStrategy(**layout), devices=2, max_steps=1 if save else 2, **QUIET)
+    module, to_device = Sharing(scale), trainer.strategy.model_to_device
+
+    def move() -> None:
+        to_device()
+        for layer in module.layers.children():  # as it is on a device
+            layer.scale = layer.scale.clone()
+
+    trainer.strategy.model_to_device = move
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(torch.ones(8, 3), batch_size=4), ckpt_path=resume)
+        if save is not None:
+            trainer.save_checkpoint(save)
+    told = [str(warning.message) for warning in caught if "not saved" in str(warning.message)]
+    return {name: buffer[0].item() for name, buffer in module.named_buffers(remove_duplicate=False)}, told
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}], ids=["pp2", "dp2"])
+def test_K2_a_buffer_that_layers_share_is_that_of_the_checkpoint_on_every_stage(layout: dict[str, int], tmp_path: Path) -> None:
+    assert [told for _, told in run_world(_share, 2, layout, 0.5, tmp_path / "last", None)] == [[], []]
+    for buffers, _ in run_world(_share, 2, layout, 0.25, None, tmp_path / "last"):
+        assert len(buffers) == 4 // layout.get("pp", 1)
+        assert set(buffers.values()) == {0.5}
 
 
 class Counts(nn.Module):

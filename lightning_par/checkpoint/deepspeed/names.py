@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 import types
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +73,6 @@ def tag_folder(path: Path, latest: str = "latest") -> Path:
     if folder.parent != path or folder.name == ".." or not folder.is_dir():
         raise CheckpointError(f"{path / latest} names the folder {folder.name!r}, which is not there")
     return folder
-
-
-def require_file_names(where: Path, what: str, called: Iterable[str]) -> None:
-    """Raise a CheckpointError that tells which of these names, of ``what``, cannot name a file or folder: they could lead elsewhere."""
-    bad = [name for name in called if name in ("", ".", "..") or set(name) & set("/\\\0") or len(name.encode(errors="replace")) > 250]
-    if bad:
-        raise CheckpointError(
-            f"{where}: {what} {', '.join(map(repr, bad))} cannot be the name of a file or folder: such a name is not empty, '.' or '..', "
-            "has no slash, backslash or NUL in it, and at most 250 bytes"
-        )
 
 
 def _has_model(folder: Path) -> bool:

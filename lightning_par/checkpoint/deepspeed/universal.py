@@ -28,7 +28,7 @@ from lightning_par.checkpoint.deepspeed.flat import of_stage
 from lightning_par.checkpoint.deepspeed.read import client_meta, load_models, module_entries, scaler_facts
 from lightning_par.checkpoint.deepspeed.write import Target, Trained, loss_scale, model_state
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.files import Scratch, load, save
+from lightning_par.checkpoint.files import Scratch, load, require_file_names, save
 from lightning_par.checkpoint.source import OPTIMIZER, Entry, Source
 
 FOLDER, LATEST, STATE = "universal", "latest_universal", "optimizer_state.pt"
@@ -50,7 +50,7 @@ def open_universal(path: Path) -> Source:
         )
     state = load(_there(folder / "zero" / STATE), names.STUBS)
     shapes = [(name, tuple(shape)) for group in models[0]["param_shapes"] for name, shape in group.items()]
-    names.require_file_names(folder, "the parameter", [name for name, _ in shapes])
+    require_file_names(folder, "the parameter", [name for name, _ in shapes])
     keys = {file.stem for name, _ in shapes for file in (folder / "zero" / name).glob("*.pt")}  # each parameter has all of them
     trained = {name: _entry(folder, name, "fp32", shape) for name, shape in shapes}
     entries = {
@@ -100,8 +100,8 @@ def write_universal(source: Source, folder: Path, target: Target) -> None:
     """
     trained, place = Trained.of(source), folder / FOLDER
     members = [name for shapes in trained.shapes for name in shapes]
-    names.require_file_names(source.path, "the parameter", members)
-    names.require_file_names(source.path, "the optimizer's state", trained.moments)
+    require_file_names(source.path, "the parameter", members)
+    require_file_names(source.path, "the optimizer's state", trained.moments)
     if taken := [*({STATE} & {*members}), *({"fp32"} & {*trained.moments})]:
         raise CheckpointError(f"{source.path}: {', '.join(taken)} is the name of another file in universal checkpoints")
     (place / "zero").mkdir(parents=True)

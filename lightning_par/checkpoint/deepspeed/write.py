@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_par.checkpoint.deepspeed import names
 from lightning_par.checkpoint.deepspeed.flat import Flat, Shapes, of_stage
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.files import Scratch, save
+from lightning_par.checkpoint.files import Scratch, require_file_names, save
 from lightning_par.checkpoint.source import LOSS_SCALE, MODEL, MODULE, OPTIMIZERS, Contents, Entry, Source, rng_of, states
 from lightning_par.checkpoint.whole import EXTRA
 
@@ -151,7 +151,7 @@ def write_deepspeed(source: Source, folder: Path, target: Target) -> None:
     """
     trained = Trained.of(source)
     tag = f"global_step{source.meta.get('global_step', 0)}"
-    names.require_file_names(source.path, "the tag", [tag])
+    require_file_names(source.path, "the tag", [tag])
     (folder / tag).mkdir(parents=True)
     groups, owners = _split(trained.shapes, target)
     flat, scratch = of_stage(target.stage, groups, target.ranks), Scratch(folder)
