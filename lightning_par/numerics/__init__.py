@@ -12,10 +12,12 @@ from lightning_par.numerics.loss_scale import (
 )
 from lightning_par.numerics.loss_weight import IGNORED_LABEL, batch_size, loss_weight
 from lightning_par.numerics.overflow import overflowed
-from lightning_par.numerics.streams import MicrobatchStreams
+from lightning_par.numerics.streams import SEEDS, Apart, MicrobatchStreams, pass_by, seed_streams
 
 __all__ = [
     "IGNORED_LABEL",
+    "SEEDS",
+    "Apart",
     "DynamicLossScale",
     "GradientShard",
     "LabelWatch",
@@ -30,5 +32,7 @@ __all__ = [
     "loss_weight",
     "named_loss_scale",
     "overflowed",
+    "pass_by",
+    "seed_streams",
     "total_norm",
 ]

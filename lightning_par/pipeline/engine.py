@@ -59,7 +59,6 @@ class Pipeline:
     tied: dict[str, tuple[int, ...]]
     device: torch.device | None = None
     _forms: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    _runs: int = field(default=0, repr=False)
 
     @classmethod
     def split(
@@ -119,43 +118,30 @@ class Pipeline:
         """The pipeline rank on which a stage stands."""
         return self.schedule.rank_of(stage, self.ranks)
 
-    def forward_backward(
-        self, forward: Callable[[int], Tensor], signatures: Sequence[Hashable], *, split: bool = True, moment: str | None = None
-    ) -> None:
+    def forward_backward(self, forward: Callable[[int], Tensor], signatures: Sequence[Hashable], *, split: bool = True) -> None:
         """Run one training step over ``len(signatures)`` micro-batches; gradients add to what the parameters have.
 
         All ranks of the group must call. ``forward(m)`` runs the user's step on micro-batch m and returns its loss, weighted and scaled; on
         ranks without the last stage it will not return. It is called once for each stage of this rank. ``signatures[m]`` stands for the
-        shapes and dtypes of the micro-batch's input, equally on all ranks. What the step raises comes out unchanged.
-
-        ``moment``: random numbers are drawn as ``MicrobatchStreams`` says; left out, steps are told apart by how many came before.
+        shapes and dtypes of the micro-batch's input, equally on all ranks. What the step raises comes out unchanged. Random numbers are
+        drawn as ``MicrobatchStreams`` says.
 
         ``split``: schedules that do backward in two parts do. Where a parameter's value is not there outside its module's forward and
         backward (ZeRO 3) that cannot be; their first part does all of it then.
         """
         plan = training_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
-        self._run(plan, forward, signatures, grad=True, split=split, moment=moment)
+        self._run(plan, forward, signatures, grad=True, split=split)
 
-    def forward_only(self, forward: Callable[[int], object], signatures: Sequence[Hashable], *, moment: str | None = None) -> None:
+    def forward_only(self, forward: Callable[[int], object], signatures: Sequence[Hashable]) -> None:
         """Run the stages forward over micro-batches without gradients; as ``forward_backward``, but ``forward`` may return anything."""
         plan = forward_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
-        self._run(plan, forward, signatures, grad=False, split=False, moment=moment)
+        self._run(plan, forward, signatures, grad=False, split=False)
 
-    def _run(
-        self,
-        plan: Plan,
-        forward: Callable[[int], object],
-        signatures: Sequence[Hashable],
-        *,
-        grad: bool,
-        split: bool,
-        moment: str | None,
-    ) -> None:
+    def _run(self, plan: Plan, forward: Callable[[int], object], signatures: Sequence[Hashable], *, grad: bool, split: bool) -> None:
         actions = plan[self.index]
-        self._runs += 1
-        split = split and any(action.kind is Kind.W for action in actions)
         with torch.set_grad_enabled(grad):
-            _Step(self, forward, signatures, grad=grad, split=split, moment=moment or f"run {self._runs}").run(actions)
+            split = split and any(action.kind is Kind.W for action in actions)
+            _Step(self, forward, signatures, grad=grad, split=split).run(actions)
 
 
 Place = tuple[int, int]
@@ -166,20 +152,13 @@ class _Step:
     """One pass of a rank over its list. Everything it holds belongs to this step, and goes with it."""
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        forward: Callable[[int], object],
-        signatures: Sequence[Hashable],
-        *,
-        grad: bool,
-        split: bool,
-        moment: str,
+        self, pipeline: Pipeline, forward: Callable[[int], object], signatures: Sequence[Hashable], *, grad: bool, split: bool
     ) -> None:
         self.pipeline, self.forward, self.signatures, self.grad, self.split = pipeline, forward, signatures, grad, split
         self.lanes, self.forms = pipeline.lanes, pipeline._forms
         self.last_stage = len(pipeline.placement.spans) - 1
         self.device = pipeline.device or next((p.device for p in pipeline.module.parameters()), torch.device("cpu"))
-        self.streams = MicrobatchStreams(len(signatures), self.device, moment)
+        self.streams = MicrobatchStreams(len(signatures), self.device)
         self.inbox = Inbox(self.lanes, self.device, self._forms_of, self._learn)
         self.inlets: dict[Place, Inlet] = {}  # where inputs came in, until their gradients are taken
         self.graphs: dict[Place, list[GradientEdge | None]] = {}  # where gradients of an output enter, until backward

@@ -32,6 +32,7 @@ from itertools import accumulate
 from torch import nn
 
 from lightning_par.layout import Span
+from lightning_par.numerics import Apart
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, LayerList, StageLayers
 from lightning_par.pipeline.uses import Uses
@@ -157,8 +158,11 @@ def cut(module: nn.Module, placement: Placement, stages: Collection[int]) -> Sta
     _replace(module, placement.layers, layers)
     here = [*(placement.before if 0 in spans else ()), *(placement.after if len(placement.spans) - 1 in spans else ())]
     for name in dict.fromkeys([*placement.before, *placement.after]):
-        if name not in here:
-            part = module.get_submodule(name)
+        part = module.get_submodule(name)
+        if name in here:
+            if name in placement.before:
+                Apart(part)
+        else:
             _replace(module, name, BeforeLayers(part) if name in placement.before else AfterLayers(part, name))
     return layers
 

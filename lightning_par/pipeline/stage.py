@@ -53,6 +53,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_par.layout import Span
+from lightning_par.numerics import pass_by
 from lightning_par.pipeline.boundary import PLAIN, form_of, tensors_of
 from lightning_par.pipeline.errors import PipelineError
 
@@ -93,8 +94,9 @@ class StandIn(nn.Module):
 class BeforeLayers(StandIn):
     """A module of the first stage, on another rank: shapes come from a copy on the meta device. See Note [The unmodified forward].
 
-    Its parameters are answered with NaN as well, and its methods and the modules in it as it is itself. What was computed once on the meta
-    device is known for the next call with the same forms and plain values, unless it draws random numbers, which go on being drawn.
+    Its parameters are answered with NaN as well, and its methods and the modules in it as it is itself. A call of it takes one number
+    from the step's stream of random numbers, as a call of the module does where it is (see ``numerics.Apart``). What was computed once on
+    the meta device is known for the next call with the same forms and plain values, unless it draws random numbers: they go on.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -102,16 +104,16 @@ class BeforeLayers(StandIn):
         dtype = example.dtype if example.is_floating_point() else torch.get_default_dtype()
         self._begin(on_meta(module), torch.full((), torch.nan, dtype=dtype, device=example.device), {})
 
-    def _begin(self, module: nn.Module, nan: Tensor, known: dict[Hashable, Any]) -> None:
+    def _begin(self, module: nn.Module, nan: Tensor, known: dict[Hashable, Any], *, is_part: bool = False) -> None:
         super().__init__(module)
-        self._hide(_nan=nan, _known=known, training=module.training)
+        self._hide(_nan=nan, _known=known, _is_part=is_part, training=module.training)
 
     @override
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, nn.Module) and not isinstance(value, nn.ModuleList | nn.ModuleDict):
             part = BeforeLayers.__new__(BeforeLayers)
-            part._begin(value, self._nan, self._known)
+            part._begin(value, self._nan, self._known, is_part=True)
             return part
         if isinstance(value, Tensor) and value.is_floating_point():
             return self._nan.to(value.dtype).expand(value.shape)
@@ -119,6 +121,8 @@ class BeforeLayers(StandIn):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_part:
+            pass_by()
         return self._answer(self._stands_for, *args, **kwargs)
 
     def _answer(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, 
 from lightning_par.checkpoint.source import LOSS_SCALE, UNTOLD, states
 from lightning_par.comm import Mesh
 from lightning_par.layout import ShardSpec
+from lightning_par.numerics import SEEDS
 from lightning_par.strategy.assemble import Assembled
 from lightning_par.zero import DataParallel
 
@@ -356,6 +357,7 @@ def generators() -> dict[str, Tensor]:
     version, words, gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
+        "streams": SEEDS.get_state(),
         "numpy": torch.from_numpy(np.concatenate((keys, (position, has_gauss))).astype(np.int64)),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
         "python": torch.from_numpy(np.array((version, *words), dtype=np.int64)),
@@ -369,6 +371,8 @@ def generators() -> dict[str, Tensor]:
 def set_generators(states: Mapping[str, Tensor]) -> None:
     """Let this process's random generators go on from what ``generators`` gave, here or elsewhere."""
     torch.set_rng_state(states["torch"])
+    if "streams" in states:
+        SEEDS.set_state(states["streams"])
     *keys, position, has_gauss = states["numpy"].tolist()
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, states["numpy_gauss"].item()))
     version, *words = states["python"].tolist()
@@ -400,6 +404,7 @@ def share_rng(mesh: Mesh) -> None:
     """
     for group in (mesh.tp, mesh.pp):
         torch.set_rng_state(group.broadcast_object(torch.get_rng_state()))
+        SEEDS.set_state(group.broadcast_object(SEEDS.get_state()))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(group.broadcast_object(torch.cuda.get_rng_state()))
 

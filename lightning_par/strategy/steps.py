@@ -112,8 +112,7 @@ class StepRunner:
 
             with self.attention(), data_parallel.hold():
                 signatures = [("train", signature(piece.batch)) for piece in pieces]
-                split, moment = not data_parallel.kept.frees_values, self._moment(step, args, kwargs)
-                self.pipeline.forward_backward(forward, signatures, split=split, moment=moment)
+                self.pipeline.forward_backward(forward, signatures, split=not data_parallel.kept.frees_values)
         if watch is not None:
             if self.mesh.cp.size == 1:
                 watch.require([piece.share for piece in pieces])
@@ -139,8 +138,7 @@ class StepRunner:
             if self.pipeline is None:
                 forward(0)
             else:
-                signatures = [(step.__name__, signature(piece.batch)) for piece in pieces]
-                self.pipeline.forward_only(forward, signatures, moment=self._moment(step, args, kwargs))
+                self.pipeline.forward_only(forward, [(step.__name__, signature(piece.batch)) for piece in pieces])
         if self.pipeline is None or self.pipeline.is_last:
             self._verify(step.__name__, pieces[0].batch)
         if self.pipeline is not None:
@@ -175,11 +173,6 @@ class StepRunner:
     @property
     def _is_last_batch(self) -> bool:
         return seams.is_last_batch(self.module.trainer)
-
-    def _moment(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What tells this step from others, in a run that was resumed as well."""
-        places = [value for value in (*args, *kwargs.values()) if isinstance(value, int)]
-        return f"{step.__name__} {places} after {seams.batches_trained(self.module.trainer)}"
 
     def _count(self, batch: Any) -> int:
         return self.mesh.layout.microbatches_for(batch_size(batch))

@@ -136,6 +136,75 @@ class Recorder(Denoiser):
         self.seen.append(batch[0, 0].item())
 
 
+class Embedding(nn.Module):
+    """Stands on the first stage, and draws there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.inner(x), 0.5)
+
+
+class Embedded(Denoiser):
+    """Noise is drawn after a module has drawn that is not on every stage; and ranks draw unequally between steps."""
+
+    pipeline_before = ("embedding",)
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.embedding = Embedding()
+        self.trained: dict[tuple[int, float], list[float]] = {}
+        self.predicted: list[float] = []
+
+    def _step(self, batch: Tensor, draws: list[float]) -> tuple[Tensor, Tensor]:
+        x = self.embedding(batch)
+        noise = torch.randn_like(batch)
+        draws.append(noise.sum().item())
+        for layer in self.layers:
+            x = layer(x)
+        return noise, nn.functional.mse_loss(self.head(x), noise)
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self._step(batch, self.trained.setdefault((batch_idx, batch[0, 0].item()), []))[1]
+
+    @override
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self._step(batch, self.predicted)[0]
+
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():  # of another number on every stage
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn_like(parameter.grad), alpha=1e-3)
+
+
+def _embedded(layout: dict[str, Any]) -> tuple[dict[Any, Any], list[float], list[Tensor]]:
+    L.seed_everything(5, verbose=False)
+    module = Embedded()
+    data = torch.randn(14, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    strategy = HybridParallelStrategy(microbatches=3, **layout)
+    trainer = L.Trainer(strategy=strategy, devices=2, precision="64-true", max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(data, batch_size=7))
+    predicted = [output for _ in range(2) for output in trainer.predict(module, DataLoader(data, batch_size=7))]
+    return module.trained, module.predicted, predicted
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["1f1b"], pytest.param(LAYOUTS["zbv"], marks=pytest.mark.slow)], ids=["1f1b", "zbv"])
+def test_what_modules_of_one_stage_or_hooks_of_a_rank_draw_does_not_part_the_stages(layout: dict[str, Any]) -> None:
+    first, second = run_world(_embedded, 2, layout)
+    assert len(first[0]) == 2 * 3
+    for place, draws in first[0].items():
+        assert len({*draws, *second[0][place]}) == 1, place
+    assert {*first[1]} == {*second[1]}
+    for mine, others in zip(first[2], second[2], strict=True):
+        assert torch.equal(mine, others)
+    assert len({output.sum().item() for output in first[2]}) == 4, "no two batches or predictions draw the same"
+
+
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "chunks": 2, "schedule": "interleaved_1f1b"}], ids=["pp2", "interleaved"])
 def test_shuffled_samples_come_in_the_order_of_one_process_in_every_epoch(layout: dict[str, Any]) -> None:
     assert run_world(_orders, 2, layout) == run_world(_orders, 1, {}) * 2
