@@ -25,6 +25,7 @@ from lightning_par.checkpoint import Shard
 from lightning_par.checkpoint.savers import Background, Immediate, Saver
 from lightning_par.comm import Mesh
 from lightning_par.layout import LayoutError, ParallelLayout, RankGrid
+from lightning_par.numerics import seed_streams
 from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
@@ -116,7 +117,10 @@ class HybridParallelStrategy(ParallelStrategy):
         if self.is_distributed:
             return dataloader
         divided = self._divided(trainer, dataloader) if seams.wants_sampler(trainer, dataloader) else dataloader
-        return self._place.enter(trainer, self.mesh, divided) if trainer.training else divided
+        if trainer.training:
+            return self._place.enter(trainer, self.mesh, divided)
+        self._place.enter_validation(trainer, divided)
+        return divided
 
     def _divided(self, trainer: pl.Trainer, dataloader: DataLoader) -> DataLoader:
         place = self.distributed_sampler_kwargs
@@ -205,6 +209,7 @@ class HybridParallelStrategy(ParallelStrategy):
         self.set_world_ranks()
         seams.join_world(self.cluster_environment, self.root_device, self.timeout)
         if self._mesh is None:
+            seed_streams()
             self._mesh = Mesh.build(self.layout, timeout=self.timeout)
             self._attendance = Attendance(self._mesh.world)
             self._saver = Background(self._mesh.world) if self.async_save else Immediate(self._mesh.world)

@@ -7,12 +7,13 @@ resumed loop tells when it was saved. From a save in ``on_train_batch_end``, whe
 right, unless that batch is the last, or validation comes next. From others it does not::
 
     in on_train_batch_end, before      the validation is left out. Told as a save within it, before its first batch
-    a validation
+    a validation, or within one
     in on_train_batch_end of an        the next epoch begins without being counted as ready, and a second resume takes it for over
     epoch's last batch                 (without a length of the data: its batches are counted on). Told as after the epoch
     after an epoch, max_steps set      Lightning trains one batch more in that epoch. Told as completed, and the loop begins anew
     after a fit that ended within an   the batches that come next are taken for those of the following epoch. Told as a save in
     epoch (max_steps, should_stop)     on_train_batch_end of the last batch
+    in on_train_epoch_start            that epoch is left out. Told as after the one before
     between two optimizer steps        the gradients that wait are lost. Told as a save after the earlier step
 """
 
@@ -59,7 +60,7 @@ def reopen(loop: dict[str, Any], *, by_steps: bool, validates: bool = False) -> 
 
     Args:
         by_steps: ``max_steps`` is set.
-        validates: it was saved in ``on_train_batch_end``, and validation comes next.
+        validates: it was saved in ``on_train_batch_end`` or in a validation, and that comes next.
     """
     batch, epoch = loop[BATCHES], loop[EPOCHS]
     if not batch["current"]["ready"]:
@@ -79,6 +80,12 @@ def reopen(loop: dict[str, Any], *, by_steps: bool, validates: bool = False) -> 
     elif is_over(loop) and by_steps:
         for scope in SCOPES:
             epoch[scope]["completed"] = epoch[scope]["processed"]
+
+
+def unbegin(loop: dict[str, Any]) -> None:
+    """Tell a save in ``on_train_epoch_start``, where an epoch is ready and not yet started, as one after the epoch before."""
+    for scope in SCOPES:
+        loop[EPOCHS][scope]["ready"] = loop[EPOCHS][scope]["started"]
 
 
 def rewind(loop: dict[str, Any], accumulate: int) -> int | None:

@@ -19,6 +19,9 @@ place in the data, its random generators and its buffers are those with which th
 
 Random generators are restored once the dataloader's iterator is made in the middle of an epoch, since making it draws from them, which the
 straight run did when the epoch began. What workers draw inside of a dataset does not go on: they start from another seed.
+
+A validation within which the run was saved is run again from its first batch. What it draws at random, and what is drawn after it, are then
+other numbers than those of the straight run.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class _Resumed:
         metrics: that callbacks can ask for, and are complete.
         partial: names of metrics that training logs, whose values so far are lost; None: not known.
         validates: validation comes next; False: it does not, whatever the batch; None: that is not known.
+        stays: workers of validation's dataloaders were there, if they stay from one validation to the next.
         entered: how many dataloaders have come.
     """
 
@@ -72,6 +76,7 @@ class _Resumed:
     in_epoch_end: bool
     metrics: dict[str, Tensor]
     partial: list[str] | None
+    stays: bool
     entered: int = 0
 
 
@@ -137,6 +142,11 @@ class DataPlace:
             return Onward(dataloader, batches)
         return dataloader
 
+    def enter_validation(self, trainer: pl.Trainer, dataloader: Any) -> None:
+        """As ``enter``, one of validation's: it begins anew, but draws what the straight run's did."""
+        if self._resumed is not None and self._resumed.stays and trainer.validating and getattr(dataloader, "persistent_workers", False):
+            _begin(dataloader)
+
     def _restored_state(self, trainer: pl.Trainer, dataloader: Any) -> Any:
         resumed = self._resumed
         if resumed is not None and resumed.states:
@@ -165,8 +175,7 @@ class DataPlace:
             stay = dataloader.persistent_workers and not trainer.reload_dataloaders_every_n_epochs
             sampler.draw_again(drawn_from, samples if stay else None)
             if stay:  # the iterator of the straight run was there when this epoch began, with no sample left
-                with generators_kept():
-                    iter(dataloader)
+                _begin(dataloader)
             return
         size = dataloader.batch_size or 1
         before, now = told.get("batch_size", size) * resumed.replicas, sampler.replicas * size
@@ -243,8 +252,9 @@ class DataPlace:
             yield
             return
         dataloaders = self._loaders.flattened
+        progress.unbegin(loops)
         given = loops[progress.BATCHES]["current"]["ready"]
-        validates = progress.is_in_batch_end(loops) and seams.validates(trainer)
+        validates = seams.validates(trainer) if progress.is_in_batch_end(loops) else seams.is_validating(trainer)
         back = progress.rewind(loops, trainer.accumulate_grad_batches)
         if back is not None:
             _put_back(loops, dataloaders, given - back)
@@ -256,6 +266,7 @@ class DataPlace:
             "validates": validates and back is None,
             "metrics": seams.metrics(trainer, complete=progress.is_over(loops)),
             "partial": seams.logged_in_training(trainer),
+            "stays": seams.validation_stays(trainer),
         }
         with generators_kept() if back is not None else nullcontext():
             if back is not None and back == self._window.first:
@@ -295,10 +306,17 @@ class DataPlace:
             in_epoch_end=in_epoch_end,
             metrics=told.get("metrics", {}),
             partial=told.get("partial"),
+            stays=told.get("stays", False),
         )
         self._restored = None
         seams.set_up_again(trainer)
         return seams.no_word_of_lost_places() if DATA in checkpoint else nullcontext()
+
+
+def _begin(dataloader: DataLoader) -> None:
+    """Let workers that stay be there: a dataloader draws a number when they begin."""
+    with generators_kept():
+        iter(dataloader)
 
 
 def _of_next(resumed: _Resumed) -> tuple[dict[str, Any], int | None]:

@@ -103,6 +103,8 @@ class ReplicaSampler(Sampler):
 
     def drop_rest(self) -> None:
         """What is left of an epoch that was drawn again is not wanted: the next pass draws its own order."""
+        if self._next is not None and self._next[-1] is not None:  # an iterator was made meanwhile, and has drawn from it
+            self.sampler.generator.set_state(self._next[-1])
         self._next = None
 
     def _note(self) -> dict[str, Any]:

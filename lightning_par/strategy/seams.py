@@ -30,7 +30,7 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -49,7 +49,6 @@ __all__ = [
     "accumulation",
     "asked_precision",
     "backward_multiplier",
-    "batches_trained",
     "begin_epoch",
     "combination",
     "completed",
@@ -59,6 +58,7 @@ __all__ = [
     "gather",
     "is_last_batch",
     "is_stateful",
+    "is_validating",
     "join_world",
     "length",
     "logged_in_training",
@@ -84,6 +84,7 @@ __all__ = [
     "update_plateaus_later",
     "validate_next",
     "validates",
+    "validation_stays",
     "wants_sampler",
     "with_sampler",
     "zeroes_gradients",
@@ -219,6 +220,19 @@ def validates(trainer: pl.Trainer) -> bool:
     """Validation comes after the training batch at hand."""
     fit_loop = trainer.fit_loop
     return fit_loop._data_fetcher is not None and fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+
+
+def is_validating(trainer: pl.Trainer) -> bool:
+    """Of the validation at hand there is a batch left."""
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    is_over = progress.is_last_batch and progress.current.completed == progress.current.ready
+    return trainer.state.stage == RunningStage.VALIDATING and not is_over
+
+
+def validation_stays(trainer: pl.Trainer) -> bool:
+    """There are iterators that stay from one validation to the next."""
+    loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return loaders is not None and any(getattr(loader, "_iterator", None) is not None for loader in loaders.flattened)
 
 
 def validate_next(trainer: pl.Trainer) -> None:
@@ -366,11 +380,6 @@ def logged_values_are_synced() -> None:
 def is_last_batch(trainer: pl.Trainer) -> bool:
     """Whether the training batch at hand ends this rank's epoch, as far as Lightning knows: not of batches that a step fetches itself."""
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-
-
-def batches_trained(trainer: pl.Trainer) -> int:
-    """Training batches of this run so far, those before it was resumed included."""
-    return trainer.fit_loop.epoch_loop.total_batch_idx
 
 
 def backward_multiplier(trainer: pl.Trainer) -> float:

@@ -47,6 +47,7 @@ class Notes(L.LightningModule):
         super().__init__()
         self.layers = torch.nn.ModuleList([torch.nn.Linear(1, 2), torch.nn.Linear(2, 1)])
         self.fails_at, self.foresees, self.steps = fails_at, foresees, []
+        self.validated: list[tuple[int, int, int]] = []  # optimizer steps before, epoch, batch
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         parts = [part for part in (batch.values() if isinstance(batch, dict) else [batch]) if part is not None]
@@ -61,6 +62,7 @@ class Notes(L.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         torch.rand(())
+        self.validated.append((self.global_step, self.current_epoch, batch_idx))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.foresees:
@@ -79,8 +81,17 @@ class SaveWhen(L.Callback):
             if moment == (hook, len(trainer.lightning_module.steps)):
                 trainer.save_checkpoint(self.folder / name)
 
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._save(trainer, "begin")
+
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._save(trainer, "batch")
+
+    def on_validation_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._save(trainer, "validates")
+
+    def on_validation_batch_end(self, trainer: L.Trainer, _: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *__: Any) -> None:
+        self._save(trainer, f"validated {batch_idx}")
 
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._save(trainer, "epoch")
@@ -237,7 +248,7 @@ def _fit(loader: str, layout: dict[str, int], limit: dict[str, int], folder: Pat
     replicas = place["num_replicas"]
     data = LOADERS[loader]((batch or BATCH) // replicas, replicas, place["rank"])
     with suppress(MidStepError):
-        trainer.fit(module, data, plain(2, 1, 0) if validate else None, ckpt_path=folder / resume if resume else None)
+        trainer.fit(module, data, LOADERS[validate](2, 1, 0) if validate else None, ckpt_path=folder / resume if resume else None)
     if after:
         trainer.save_checkpoint(folder / after)
     return module.steps
@@ -409,7 +420,7 @@ def test_K10_a_run_may_be_resumed_again_and_again(limit: str, tmp_path: Path) ->
 @pytest.mark.parametrize("limit", ["steps", pytest.param("epochs", marks=pytest.mark.slow)])
 def test_K10_K11_validation_in_between_changes_nothing(limit: str, tmp_path: Path) -> None:
     moments = {"within": ("batch", 1), "validated": ("validation", 2), "last": ("validation", EPOCH), "end": ("epoch", EPOCH)}
-    how = {"validate": True, "val_check_interval": 2}
+    how = {"validate": "plain", "val_check_interval": 2}
     (straight,) = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS[limit], how | {"moments": moments})])
     resumed = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS[limit], how | {"resume": name}) for name in moments])
     for (name, (_, done)), ranks in zip(moments.items(), resumed, strict=True):
@@ -422,7 +433,7 @@ def test_K10_K11_validation_in_between_changes_nothing(limit: str, tmp_path: Pat
 def test_K10_K11_the_validation_that_comes_after_the_save_is_not_left_out(loader: str, interval: int, limit: str, tmp_path: Path) -> None:
     """Also of an epoch's last batch, and in a run that is resumed twice."""
     moments = {"half": ("batch", 2), "last": ("batch", EPOCH), "next": ("batch", EPOCH + 1), "later": ("batch", EPOCH + 2)}
-    how = {"validate": True, "val_check_interval": interval}
+    how = {"validate": "plain", "val_check_interval": interval}
     (straight,) = _world({"dp": 2}, tmp_path, [(loader, LIMITS[limit], how | {"moments": moments})])
     again = {"moments": {"again": ("batch", 2)}}
     resumes: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in moments] + [("half", again), ("again", {})]
@@ -435,7 +446,7 @@ def test_K10_K11_the_validation_that_comes_after_the_save_is_not_left_out(loader
 @pytest.mark.parametrize("interval", [2, pytest.param(EPOCH, marks=pytest.mark.slow)])
 def test_K10_K11_a_run_that_goes_back_to_a_step_does_not_validate_there_again(interval: int, tmp_path: Path) -> None:
     moments = {"first": ("batch", 1), "third": ("batch", 3), "fifth": ("batch", 5)}
-    how = {"accumulate_grad_batches": 2, "validate": True, "val_check_interval": interval}
+    how = {"accumulate_grad_batches": 2, "validate": "plain", "val_check_interval": interval}
     (straight,) = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["epochs"], how | {"moments": moments})])
     resumed = _world({"dp": 2}, tmp_path, [("shuffled", LIMITS["epochs"], how | {"resume": name}) for name in moments])
     for (name, (_, batches)), ranks in zip(moments.items(), resumed, strict=True):
@@ -452,12 +463,56 @@ def test_K10_an_accumulation_that_changes_from_epoch_to_epoch_goes_on_as_it_was(
         assert ranks == [steps[batches:] for steps in straight], name
 
 
+def test_K10_a_save_when_an_epoch_begins_leaves_none_out(tmp_path: Path) -> None:
+    moments = {"begin": ("begin", 2 * EPOCH), "again": ("begin", EPOCH)}
+    names = ["shuffled", "shuffled_apart"]
+    straight = _world({"dp": 2}, tmp_path, [(name, LIMITS["epochs"], {"moments": moments}) for name in names])
+    cases = [(name, moment) for name in names for moment in moments]
+    resumed = _world({"dp": 2}, tmp_path, [(name, LIMITS["epochs"], {"resume": moment}) for name, moment in cases])
+    for (name, moment), ranks in zip(cases, resumed, strict=True):
+        assert ranks == [steps[moments[moment][1] :] for steps in straight[names.index(name)]], (name, moment)
+
+
 @pytest.mark.slow
 def test_K10_workers_that_stay_from_epoch_to_epoch_draw_no_random_number_in_the_next(tmp_path: Path) -> None:
     (straight,) = _world({"dp": 1}, tmp_path, [("persistent", LIMITS["epochs"], {"moments": MOMENTS})])
     resumed = _world({"dp": 1}, tmp_path, [("persistent", LIMITS["epochs"], {"resume": name}) for name in MOMENTS])
     for (name, (_, batches)), ranks in zip(MOMENTS.items(), resumed, strict=True):
         assert ranks == [steps[batches:] for steps in straight], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_K10_K11_workers_that_stay_from_validation_to_validation_draw_no_random_number_in_the_next(sanity: int, tmp_path: Path) -> None:
+    how = {"validate": "persistent", "num_sanity_val_steps": sanity}
+    (straight,) = _world({"dp": 1}, tmp_path, [("shuffled_apart", LIMITS["epochs"], how | {"moments": MOMENTS})])
+    resumed = _world({"dp": 1}, tmp_path, [("shuffled_apart", LIMITS["epochs"], how | {"resume": name}) for name in MOMENTS])
+    for (name, (_, batches)), ranks in zip(MOMENTS.items(), resumed, strict=True):
+        assert ranks == [steps[batches:] for steps in straight], name
+
+
+def _validations(folder: Path, moments: dict[str, tuple[str, int]]) -> list[Any]:
+    """What a run validates, and runs that are resumed from each of ``moments``, with the samples they train."""
+    seen = []
+    for resume in [None, *moments]:
+        L.seed_everything(3, verbose=False)
+        callbacks = [] if resume else [SaveWhen(folder, moments)]
+        how = QUIET | {"num_sanity_val_steps": 0, "max_epochs": 2, "val_check_interval": 2}
+        trainer = L.Trainer(devices=1, strategy=HybridParallelStrategy(dp=1), callbacks=callbacks, **how)
+        module = Notes()
+        trainer.fit(module, plain(BATCH, 1, 0), plain(5, 1, 0), ckpt_path=folder / resume if resume else None)
+        seen.append((module.validated, [step[0] for step in module.steps]))
+    return seen
+
+
+def test_K10_a_validation_within_which_the_run_was_saved_is_run_again_and_whole(tmp_path: Path) -> None:
+    hooks = ["validates", "validated 0", "validated 1", "validated 2"]
+    moments = {f"{hook} after {steps}": (hook, steps) for steps in (2, EPOCH, EPOCH + 2) for hook in hooks}
+    ((validated, trained), *resumed) = run_world(_validations, 1, tmp_path, moments)[0]
+    assert [steps for steps, _, batch in validated if batch == 0] == [2, 4, 6, 8]
+    for (name, (_, steps)), (again, samples) in zip(moments.items(), resumed, strict=True):
+        assert again == [one for one in validated if one[0] >= steps], name
+        assert samples == trained[steps:], name
 
 
 class OnPlateau(Notes):
