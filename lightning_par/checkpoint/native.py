@@ -24,6 +24,7 @@ Nothing in the folder depends on the layout: tensors are named and shaped as in 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -97,8 +98,8 @@ def remove(folder: str | os.PathLike[str]) -> None:
         if found.is_file():
             found.unlink()
         elif found.is_dir() and not found.is_symlink() and _is_whole(found) and _foreign(found):
-            for name in (META, *(file.name for file in found.iterdir() if OURS.fullmatch(file.name) and file.name != META)):
-                (found / name).unlink()
+            for name in (META, *(file.name for file in found.iterdir() if OURS.fullmatch(file.name) and file.name not in (META, SUMS))):
+                (found / name).unlink()  # its sums tell that the folder was ours, so that the next save may come there
         elif found.exists() or found.is_symlink():
             _discard(found)
 
@@ -230,8 +231,8 @@ def _begun(target: Path) -> Iterator[None]:
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file: a checkpoint of ours is a folder; choose another path or delete the file")
     partial = _partial(target)
-    for folder in (target, partial):
-        if folder.is_dir() and not _is_ours(folder):
+    for folder, is_ours in ((target, _was_ours), (partial, _is_ours)):
+        if folder.is_dir() and not is_ours(folder):
             raise CheckpointError(
                 f"{folder} holds files that are none of ours, and would be replaced: choose another path, or move it away"
             )
@@ -253,7 +254,7 @@ def _clean(parent: Path) -> None:
     recover(parent)
     for replaced in parent.glob(f"*{REPLACED}"):
         target = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        if _is_whole(target) and not is_held(_partial(target)) and _is_ours(replaced):
+        if _is_whole(target) and not is_held(_partial(target)) and _was_ours(replaced):
             _retire(replaced, target)
     for partial in parent.glob(f"*{PARTIAL}"):
         if is_held(partial) is False and _is_ours(partial) and any(partial.iterdir()):
@@ -261,10 +262,11 @@ def _clean(parent: Path) -> None:
 
 
 def _retire(replaced: Path, target: Path) -> None:
-    """Delete what ``target`` has replaced, but for files in it that are none of ours: they go on to ``target``."""
+    """Delete what ``target`` has replaced, but for files in it that are none of ours: they go on to ``target``, under a free name."""
     if not replaced.is_symlink():
         for file in _foreign(replaced):
-            file.rename(target / file.name)
+            names = itertools.chain([file.name], (f"{file.name}.{number}" for number in itertools.count(1)))
+            file.rename(next(place for name in names if not os.path.lexists(place := target / name)))
     _discard(replaced)
 
 
@@ -287,6 +289,11 @@ def _discard(folder: Path) -> None:
 def _is_ours(folder: Path) -> bool:
     """A checkpoint, or what is left of one, or empty."""
     return folder.is_dir() and (_is_whole(folder) or not _foreign(folder))
+
+
+def _was_ours(folder: Path) -> bool:
+    """As ``_is_ours``, or files of others in a checkpoint that was deleted."""
+    return _is_ours(folder) or (folder / SUMS).is_file()
 
 
 def _partial(folder: Path) -> Path:

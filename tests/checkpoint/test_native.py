@@ -169,7 +169,28 @@ def test_files_of_others_in_a_checkpoint_outlive_it(tmp_path: Path) -> None:
     assert (tmp_path / "download.partial").is_dir()
     native.remove(folder)
     assert not is_native(folder)
-    assert [file.name for file in folder.iterdir()] == ["notes.txt"]
+    assert {file.name for file in folder.iterdir()} == {"notes.txt", native.SUMS}
+    run_world(_save, 1, folder, 3.0)
+    _assert_holds(folder, 3.0)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_files_of_others_meet_others_of_their_name_after_a_crash(tmp_path: Path) -> None:
+    folder = tmp_path / "last"
+    run_world(_save, 1, folder)
+    (folder / "notes.txt").write_text("older")
+    (folder / "logs").mkdir()
+    folder.rename(tmp_path / "last.replaced")
+    run_world(_save, 1, tmp_path / "elsewhere" / "new", 3.0)
+    (tmp_path / "elsewhere" / "new").rename(folder)  # as when a process dies right here
+    (folder / "notes.txt").write_text("newer")
+    (folder / "logs").mkdir()
+    run_world(_save, 1, tmp_path / "other")
+    _assert_holds(folder, 3.0)
+    assert not (tmp_path / "last.replaced").exists()
+    assert (folder / "notes.txt").read_text() == "newer"
+    assert (folder / "notes.txt.1").read_text() == "older"
+    assert (folder / "logs.1").is_dir()
 
 
 @pytest.mark.parametrize("ending", [native.PARTIAL, native.REPLACED])
