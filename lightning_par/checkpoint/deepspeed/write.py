@@ -94,6 +94,8 @@ class Trained:
             if entry is None:
                 faults.append(f"{name} is in the optimizer, but has no value")
                 continue
+            if not math.prod(entry.shape):
+                faults.append(f"{name} has no elements (shape {tuple(entry.shape)}), and has no place in DeepSpeed's flat parameters")
             for what, value in ({"its value": entry} | found.get(name, {})).items():
                 if value.dtype == torch.float64:
                     faults.append(f"{name}: {what} is float64, but DeepSpeed trains in float32")

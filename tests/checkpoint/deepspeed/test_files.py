@@ -168,6 +168,7 @@ def test_a_pickle_that_would_run_code_is_refused_by_name(kind: str, tmp_path: Pa
         ({"optimizer_states": []}, "nothing tells which parameters are trained"),
         ({"module": 1}, "the keys module, which are the engine's own"),
         ({"scale": torch.ones((), dtype=torch.float64)[None]}, "its value is float64"),
+        ({"shapes": {"gain": (3, 0)}}, r"gain has no elements \(shape \(3, 0\)\)"),
     ],
 )
 def test_what_deepspeed_has_no_place_for_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
