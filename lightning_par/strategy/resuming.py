@@ -62,6 +62,7 @@ class _Resumed:
         metrics: that callbacks can ask for, and are complete.
         partial: names of metrics that training logs, whose values so far are lost; None: not known.
         validates: validation comes next; False: it does not, whatever the batch; None: that is not known.
+        steps_plateaus: what comes next is a step of each ReduceLROnPlateau that goes by them. After validation Lightning resumes with it.
         stays: workers of validation's dataloaders were there, if they stay from one validation to the next.
         entered: how many dataloaders have come.
     """
@@ -76,6 +77,7 @@ class _Resumed:
     in_epoch_end: bool
     metrics: dict[str, Tensor]
     partial: list[str] | None
+    steps_plateaus: bool
     stays: bool
     entered: int = 0
 
@@ -218,6 +220,8 @@ class DataPlace:
             seams.update_plateaus(trainer)
         elif resumed.partial is not None:
             seams.update_plateaus_later(trainer, resumed.partial)
+        if resumed.steps_plateaus:
+            seams.update_step_plateaus(trainer, resumed.partial)
         if resumed.batches is None:
             seams.begin_epoch(trainer)
         elif resumed.validates:
@@ -254,7 +258,8 @@ class DataPlace:
         dataloaders = self._loaders.flattened
         progress.unbegin(loops)
         given = loops[progress.BATCHES]["current"]["ready"]
-        validates = seams.validates(trainer) if progress.is_in_batch_end(loops) else seams.is_validating(trainer)
+        in_batch_end = progress.is_in_batch_end(loops)
+        validates = seams.validates(trainer) if in_batch_end else seams.is_validating(trainer)
         back = progress.rewind(loops, trainer.accumulate_grad_batches)
         if back is not None:
             _put_back(loops, dataloaders, given - back)
@@ -266,6 +271,7 @@ class DataPlace:
             "validates": validates and back is None,
             "metrics": seams.metrics(trainer, complete=progress.is_over(loops)),
             "partial": seams.logged_in_training(trainer),
+            "steps_plateaus": back is None and in_batch_end and not validates,
             "stays": seams.validation_stays(trainer),
         }
         with generators_kept() if back is not None else nullcontext():
@@ -306,6 +312,7 @@ class DataPlace:
             in_epoch_end=in_epoch_end,
             metrics=told.get("metrics", {}),
             partial=told.get("partial"),
+            steps_plateaus=told.get("steps_plateaus", False),
             stays=told.get("stays", False),
         )
         self._restored = None

@@ -34,7 +34,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
@@ -82,6 +82,7 @@ __all__ = [
     "transferred",
     "update_plateaus",
     "update_plateaus_later",
+    "update_step_plateaus",
     "validate_next",
     "validates",
     "validation_stays",
@@ -275,14 +276,35 @@ def update_plateaus(trainer: pl.Trainer) -> None:
     epochs.completed += 1
 
 
+def update_step_plateaus(trainer: pl.Trainer, partial: list[str]) -> None:
+    """What Lightning does after a training batch and its validation: step each ReduceLROnPlateau of interval "step". As for epochs."""
+    if lost := [name for name in _monitored(trainer, "step") if name in partial]:
+        _tell_lost(lost, "this step")
+    else:
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+
+
 def update_plateaus_later(trainer: pl.Trainer, partial: list[str]) -> None:
     """Step each ReduceLROnPlateau at the end of the epoch at hand as of any other, unless one goes by a metric that is ``partial``.
 
     Lightning leaves the epoch out in which it resumed, since it has saved no metrics.
     """
-    configs = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.interval == "epoch"]
-    if not any(config.monitor in partial for config in configs):
+    if lost := [name for name in _monitored(trainer, "epoch") if name in partial]:
+        _tell_lost(lost, "this epoch")
+    else:
         trainer.fit_loop._restarting = False
+
+
+def _monitored(trainer: pl.Trainer, interval: str) -> list[str]:
+    configs = trainer.lr_scheduler_configs
+    return [str(config.monitor) for config in configs if config.reduce_on_plateau and config.interval == interval]
+
+
+def _tell_lost(metrics: list[str], where: str) -> None:
+    rank_zero_warn(
+        f"the checkpoint was saved in the middle of an epoch, and what training had logged in it is lost: ReduceLROnPlateau on "
+        f"{', '.join(metrics)} leaves {where} out. Let it monitor what validation logs, or save at the end of an epoch"
+    )
 
 
 @contextmanager

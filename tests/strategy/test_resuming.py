@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import pairwise
@@ -516,11 +517,16 @@ def test_K10_a_validation_within_which_the_run_was_saved_is_run_again_and_whole(
 
 
 class OnPlateau(Notes):
-    """Its learning rate, noted after each batch, falls after each epoch: what it goes by does not."""
+    """Its learning rate, noted after each batch, falls after each epoch or step: what it goes by does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: str = "epoch", monitor: str = "loss") -> None:
         super().__init__()
         self.rates: list[float] = []
+        self.interval, self.monitor = interval, monitor
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("trained", 1.0, on_epoch=True, on_step=False, batch_size=len(batch))
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("loss", self.current_epoch + 1.0, batch_size=len(batch))
@@ -531,16 +537,21 @@ class OnPlateau(Notes):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": self.monitor, "interval": self.interval, "strict": False},
+        }
 
 
-def _rates(folder: Path, limit: dict[str, int], moments: dict[str, tuple[str, int]], resumes: list[str]) -> list[list[float]]:
+def _rates(
+    folder: Path, limit: dict[str, int], moments: dict[str, tuple[str, int]], resumes: list[str], *plateau: str
+) -> list[list[float]]:
     """Of a straight run that saves, and of those that are resumed from what it saved."""
     rates = []
     for resume in [None, *resumes]:
         L.seed_everything(3, verbose=False)
         callbacks = [] if resume else [SaveWhen(folder, moments)]
-        module, how = OnPlateau(), QUIET | limit | {"num_sanity_val_steps": 0, "callbacks": callbacks}
+        module, how = OnPlateau(*plateau), QUIET | limit | {"num_sanity_val_steps": 0, "callbacks": callbacks}
         trainer = L.Trainer(devices=1, strategy=HybridParallelStrategy(dp=1), **how)
         trainer.fit(module, shuffled(BATCH, 1, 0), plain(2, 1, 0), ckpt_path=folder / resume if resume else None)
         rates.append(module.rates)
@@ -555,6 +566,32 @@ def test_K10_a_schedule_that_goes_by_a_metric_takes_each_epoch_into_account(limi
     ((straight, *resumed),) = run_world(_rates, 1, tmp_path, LIMITS[limit], moments, [*moments])
     assert {*straight[:-1]} == {0.1, 0.05}
     assert resumed == [straight[batches:] for batches in done.values()]
+
+
+@pytest.mark.parametrize("interval", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_K10_a_schedule_that_goes_by_a_metric_takes_each_step_into_account(interval: int, tmp_path: Path) -> None:
+    moments = {f"{hook}{batches}": (hook, batches) for hook in ("batch", "validation") for batches in range(interval, 2 * EPOCH)}
+    moments |= {"end": ("epoch", EPOCH), "begin": ("begin", EPOCH)}
+    limit = {"max_epochs": 3, "val_check_interval": interval}
+    ((straight, *_),) = run_world(_rates, 1, tmp_path, limit, moments, [], "step")
+    moments = {name: moment for name, moment in moments.items() if (tmp_path / name).exists()}
+    ((_, *resumed),) = run_world(_rates, 1, tmp_path / "again", limit, {}, [tmp_path / name for name in moments], "step")
+    assert len({*straight}) > EPOCH
+    for (name, (_, batches)), rates in zip(moments.items(), resumed, strict=True):
+        assert rates == straight[batches:], name
+
+
+def _warnings(folder: Path, interval: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        _rates(folder, {"max_epochs": 1}, {"within": ("batch", 2)}, ["within"], interval, "trained")
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_K10_a_schedule_whose_metric_a_checkpoint_cannot_have_is_named(interval: str, tmp_path: Path) -> None:
+    told = [one for one in run_world(_warnings, 1, tmp_path, interval)[0] if "is lost: ReduceLROnPlateau on trained leaves this" in one]
+    assert len(told) == 1
+    assert interval in told[0]
 
 
 @pytest.mark.slow
