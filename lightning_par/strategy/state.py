@@ -23,6 +23,8 @@ from lightning_par.numerics import SEEDS
 from lightning_par.strategy.assemble import Assembled
 from lightning_par.zero import DataParallel
 
+OF_MOMENTS = ("beta2_decay", "betas", "etas", "lambd", "momentum", "rho")
+"""Hyperparameters by which torch's optimizers make moments, or none if it is 0 (Adagrad has none of them)."""
 ANEW = "To go on from its weights with optimizers that begin anew, give the strategy restore_optimizer=False"
 Orders = list[list[list[str]]]
 """The names of the parameters that each optimizer was given, group by group, in its order."""
@@ -314,7 +316,7 @@ def _steps(source: Source) -> int:
 
 def _leaves_state(group: Mapping[str, Any]) -> bool:
     """Whether the optimizer remembers moments of these parameters once it has stepped them."""
-    return bool(group.get("betas") or group.get("momentum"))
+    return any(group.get(key) for key in OF_MOMENTS)
 
 
 def _dims(source: Source, name: str) -> int:
@@ -326,11 +328,18 @@ def apply_optimizer_meta(optimizer: Optimizer, meta: Mapping[str, Any], data_par
     """Set the hyperparameters of the param groups (in place: schedulers hold them) and state that is no tensor.
 
     Raises:
-        CheckpointError: the checkpoint has fewer or more groups, or none that holds a parameter that is trained.
+        CheckpointError: the checkpoint has fewer or more groups, none that holds a parameter that is trained, or those of an optimizer of
+            another kind.
     """
     if len(optimizer.param_groups) != len(meta["groups"]) and not any(UNTOLD in group["params"] for group in meta["groups"]):
         raise CheckpointError(
             f"the checkpoint has {len(meta['groups'])} param groups, but configure_optimizers made {len(optimizer.param_groups)}. {ANEW}"
+        )
+    saved = [key for key in OF_MOMENTS if any(group.get(key) for group in meta["groups"])]
+    if saved and not any(key in group for key in saved for group in (optimizer.defaults, *optimizer.param_groups)):
+        raise CheckpointError(
+            f"the checkpoint has the state of an optimizer with {', '.join(saved)}, and {type(optimizer).__name__} has no such "
+            f"hyperparameter: the moments are none that it could go on from. {ANEW}"
         )
     known = {name for group in meta["groups"] for name in group["params"]}
     trained = [data_parallel.held(param)[0] for group in optimizer.param_groups for param in group["params"] if param.requires_grad]

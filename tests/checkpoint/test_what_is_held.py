@@ -248,6 +248,10 @@ def _resume_with_less(folder: Path) -> None:
                 trained(Freezing(0, momentum=momentum), 3, resume=emptied)
         else:
             assert trained(Freezing(0, momentum=momentum), 3, resume=emptied).global_step == 3
+    for saved, momentum in (("adam", 0.9), ("moved", None)):
+        with pytest.raises(CheckpointError, match=r"state of an optimizer with (betas|momentum), and (SGD|AdamW) has no.*restore"):
+            trained(Freezing(0, momentum=momentum), 3, resume=folder / saved)
+    assert trained(Freezing(0, momentum=0.0), 3, resume=folder / "moved").optimizers[0].param_groups[0]["momentum"] == 0.9
     convert(folder / "adam", folder / "universal", "universal")
     for file in (folder / "universal").rglob("exp_avg*.pt"):
         file.unlink()
