@@ -139,6 +139,15 @@ class Source:
         meta = self.meta | {OPTIMIZERS: metas, MODULE: told(self.meta.get(MODULE, {}))}
         return replace(self, meta=meta, entries={_renamed(name, rename): entry for name, entry in self.entries.items()})
 
+    def with_weights(self, weights: Mapping[str, str | Tensor]) -> Source:
+        """The same with these parameters and buffers, by name: each one of this checkpoint's, or a tensor."""
+        rest = {name: entry for name, entry in self.entries.items() if name not in set(self.weights)}
+        chosen = {
+            f"{MODEL}.{name}": Entry.of(weight) if isinstance(weight, Tensor) else self.entries[f"{MODEL}.{weight}"]
+            for name, weight in weights.items()
+        }
+        return replace(self, entries=rest | chosen)
+
     @property
     def is_of_a_run(self) -> bool:
         """Whether it is a moment of a training, not weights alone that one may begin with."""

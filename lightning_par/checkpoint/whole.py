@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,24 @@ class NativeSource(Source):
     """Ranks read from it only the boxes that they hold.
 
     Attributes:
-        stored: what entries are called in the files, in the same order.
+        stored: what entries are called in the files, in the same order; None: it is in none of them.
     """
 
-    stored: tuple[str, ...] = ()
+    stored: tuple[str | None, ...] = ()
 
     @override
     def fill(self, shards: Mapping[str, Shard]) -> None:
         stored = dict(zip(self.entries, self.stored, strict=True))
-        native.read_tensors(self.path, {stored.get(name, name): shard for name, shard in shards.items()})
+        given = {name: shard for name, shard in shards.items() if stored.get(name, name) is None}
+        native.read_tensors(self.path, {stored.get(name, name): shard for name, shard in shards.items() if name not in given})
         native.require_mark(self.path, self.mark)
+        super().fill(given)
+
+    @override
+    def with_weights(self, weights: Mapping[str, str | Tensor]) -> Source:
+        stored, chosen = dict(zip(self.entries, self.stored, strict=True)), super().with_weights(weights)
+        stored |= {f"{MODEL}.{name}": None if isinstance(w, Tensor) else stored[f"{MODEL}.{w}"] for name, w in weights.items()}
+        return replace(chosen, stored=tuple(stored[name] for name in chosen.entries))
 
     @override
     def check(self, *, index: int = 0, ranks: int = 1) -> None:

@@ -203,6 +203,8 @@ class Holdings:
     def load(self, filepath: str | os.PathLike[str]) -> dict[str, Any]:
         """The plain part of a checkpoint of any format; ``load_model`` and ``load_optimizers`` read its tensors.
 
+        Its ``state_dict`` shows weights on the meta device. What hooks leave in it, under whatever names, and their own tensors, is loaded.
+
         Raises:
             CheckpointError: on every rank, if any does not see a complete checkpoint.
         """
@@ -226,7 +228,11 @@ class Holdings:
             frozen = state.module_meta(self.part, everyone)["frozen"]
             source = source.named([[name for group in groups for name in group] for groups in order], frozen)
         source = state.in_module(source, self.part)
-        return {"state_dict": {}} | source.meta | {_SOURCE: source}
+        seen = {
+            name.removeprefix(f"{MODEL}."): torch.empty(source.entries[name].shape, dtype=source.entries[name].dtype, device="meta")
+            for name in source.weights
+        }
+        return {"state_dict": dict(seen)} | source.meta | {_SOURCE: source, _SEEN: seen}
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Fill this rank's parameters and buffers from what ``load`` returned.
@@ -234,7 +240,7 @@ class Holdings:
         Raises:
             CheckpointError: a tensor has another shape; with ``strict``, also if one is missing, or the model has no place for it.
         """
-        source: Source = checkpoint[_SOURCE]
+        source = _chosen(checkpoint)
         shards = {self._stored(source, name): shard for name, shard in self.module_shards().items()}
         extras = {f"{MODEL}.{key}": value for key, value in source.meta.get(MODULE, {}).get(EXTRA_STATES, {}).items()}
         places = {f"{MODEL}.{key}": module for key, module in state.extra_places(self.part).items()}
@@ -351,4 +357,22 @@ class Holdings:
         return vars(self.mesh.layout) | {"world": self.mesh.world.size}
 
 
-_SOURCE = "lightning_par_source"
+_SOURCE, _SEEN = "lightning_par_source", "lightning_par_seen"
+
+
+def _chosen(checkpoint: Mapping[str, Any]) -> Source:
+    """The checkpoint with the weights that hooks have left in its ``state_dict``."""
+    source: Source = checkpoint[_SOURCE]
+    shown, left = checkpoint[_SEEN], checkpoint["state_dict"]
+    if left.keys() == shown.keys() and all(left[name] is weight for name, weight in shown.items()):
+        return source
+    names = {id(weight): name for name, weight in shown.items()}
+    weights = {name: names.get(id(weight), weight) for name, weight in left.items()}
+    if unknown := [
+        name for name, weight in weights.items() if not isinstance(weight, str) and (not isinstance(weight, Tensor) or weight.is_meta)
+    ]:
+        raise CheckpointError(
+            f"on_load_checkpoint has put {', '.join(unknown)} into the state_dict of {source.path}, computed from weights: those are read "
+            "afterwards, each rank its part. There they can be left out, renamed, and replaced by tensors with values"
+        )
+    return source.with_weights(weights)

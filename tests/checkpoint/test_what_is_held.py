@@ -263,6 +263,69 @@ def test_K7_state_of_optimizers_that_is_not_there_is_named(tmp_path: Path) -> No
     run_world(_resume_with_less, 1, tmp_path)
 
 
+class Moving(Base):
+    """Knows weights under other names than the checkpoint, has one of its own choice, and no place for another."""
+
+    def __init__(self, seed: int, edit: Any) -> None:
+        super().__init__(seed)
+        self.shift = nn.Parameter(torch.zeros(2))
+        self.edit = edit
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.line(batch) + self.shift).pow(2).mean()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.edit(checkpoint["state_dict"])
+
+
+class Earlier(Base):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.old, self.teacher = nn.Linear(1, 2), nn.Linear(5, 1)
+        del self.line
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.old(batch).pow(2).mean() + 0 * self.teacher(batch.expand(-1, 5)).mean()
+
+
+def _move(weights: dict[str, Tensor]) -> None:
+    for name in [*weights]:
+        weight = weights.pop(name)
+        if name.startswith("old"):
+            weights[name.replace("old", "line")] = weight
+    weights["shift"] = torch.tensor([3.0, 4.0])
+
+
+def _double(weights: dict[str, Tensor]) -> None:
+    _move(weights)
+    weights["line.weight"] = 2 * weights["line.weight"]
+
+
+def _resume_moved(folder: Path) -> None:
+    first = Earlier(0)
+    trained(first, 2, dp=2, zero=3, save=folder / "last")
+    if torch.distributed.get_rank() == 0:
+        convert(folder / "last", folder / "last.ckpt", "ckpt")
+    torch.distributed.barrier()
+    layout: dict[str, Any] = {"dp": 2, "zero": 3, "restore_optimizer": False}
+    for path in (folder / "last", folder / "last.ckpt"):
+        module = Moving(1, _move)
+        trainer = trained(module, 2, resume=path, **layout)
+        found, saved = trainer.strategy.full_state_dict(), first.trainer.strategy.full_state_dict()
+        if trainer.global_rank == 0:
+            assert found["line.weight"].equal(saved["old.weight"])
+            assert found["line.bias"].equal(saved["old.bias"])
+            assert found["shift"].tolist() == [3.0, 4.0]
+        with pytest.raises(CheckpointError, match=r"has put line\.weight into the state_dict of .*, computed from weights"):
+            trained(Moving(1, _double), 2, resume=path, **layout)
+        with pytest.raises(CheckpointError, match=r"weights that the model has not: .*teacher"):
+            trained(Moving(1, lambda _: None), 2, resume=path, **layout)
+
+
+def test_on_load_checkpoint_may_rename_weights_and_leave_them_out(tmp_path: Path) -> None:
+    run_world(_resume_moved, 2, tmp_path)
+
+
 class Longer(Base):
     def __init__(self, seed: int, more: bool) -> None:
         super().__init__(seed)
