@@ -53,6 +53,9 @@ WRITERS: dict[str, Callable[[Source, Path, Target], None]] = {
     "hf": write_hf,
 }
 
+READ: dict[str, tuple[str, ...]] = {"deepspeed": tuple(vars(Target())), "universal": ("dtype",), "hf": ("dtype",), "native": (), "ckpt": ()}
+"""What of a target a format reads."""
+
 OFTEN = 2**23
 """Bytes of tensors that are read before memory is given back."""
 
@@ -134,7 +137,7 @@ def convert(
 
     Args:
         format: native, ckpt, deepspeed, universal, or hf (the weights of a model of transformers, for ``from_pretrained``).
-        target: deepspeed and universal: the stage, number of data ranks and precision of the engine that is to load it; hf: the precision.
+        target: deepspeed: the stage, number of data ranks and precision of the engine that is to load it; universal and hf: the precision.
         optimizer: take the optimizers' state along.
         layers: of a pipeline of DeepSpeed: what each layer is in the module, ``["embed", "layers.*", "norm", "head"]``. If it is left out,
             parameters are named by layer (``3.weight``), and ``ckpt_path`` finds by order what they are in a module.
@@ -142,16 +145,17 @@ def convert(
             3}}``; see Note [How a parameter was cut] in ``checkpoint.deepspeed.join``.
 
     Raises:
-        CheckpointError: ``src`` cannot be read, ``dst`` is there already, the format has no place for something, or rounds nothing though
-            ``target`` has a dtype, or the comparison fails.
+        CheckpointError: ``src`` cannot be read, ``dst`` is there already, the format has no place for something, or no use for what
+            ``target`` says, or the comparison fails.
     """
     if format not in WRITERS:
         raise CheckpointError(f"format={format!r}: choose one of {', '.join(WRITERS)}")
-    target = target or Target()
-    if format in ("native", "ckpt") and target.dtype != Target.dtype:
-        raise CheckpointError(
-            f"dtype={target.dtype}: format={format} keeps every tensor in its own dtype; deepspeed, universal and hf round"
-        )
+    target = Target() if target is None else target
+    if not isinstance(target, Target):
+        raise CheckpointError(f"target={target!r} is a {type(target).__name__}: give a DeepSpeedTarget, such as DeepSpeed{Target()}")
+    if unread := [f"{key}={value}" for key, value in vars(target).items() if value != getattr(Target, key) and key not in READ[format]]:
+        why = "is the same for any number of ranks" if READ[format] else "has no ranks, and keeps every tensor in its own dtype"
+        raise CheckpointError(f"{', '.join(unread)}: format={format} {why}")
     with put_in_place(Path(dst)) as path:
         source = open_checkpoint(src, None if layers is None and tp_plan is None else Joining(layers, tp_plan))
         source.check()

@@ -14,9 +14,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from lightning_par.checkpoint import WRITERS, CheckpointError, Report, Target, convert
 from lightning_par.cli.launch import CONF
 
+USAGE = f"usage: lightning-par convert src=PATH dst=PATH format={'|'.join(WRITERS)}"
+
 
 def run() -> None:
     """The command `convert`, with its overrides in `sys.argv`."""
+    arguments = sys.argv[1:]
+    if strays := [argument for argument in arguments if "=" not in argument and not any(a.startswith("-") for a in arguments)]:
+        sys.exit(f"lightning-par convert: {', '.join(strays)}: every argument is KEY=VALUE\n{USAGE}")
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="convert")(_convert)()
 
 
@@ -29,9 +34,7 @@ def _convert(config: DictConfig) -> None:
             options = {key: told[key] for key in ("optimizer", "layers", "tp_plan")}
             report = convert(told["src"], told["dst"], told["format"], target=target, progress=bars, **options)
     except MissingMandatoryValue as error:
-        sys.exit(
-            f"lightning-par convert: {error.full_key} is missing\nusage: lightning-par convert src=PATH dst=PATH format={'|'.join(WRITERS)}"
-        )
+        sys.exit(f"lightning-par convert: {error.full_key} is missing\n{USAGE}")
     except (CheckpointError, ValueError) as error:
         sys.exit(f"lightning-par convert: {error}")
     print(closing(report, told["dst"]))

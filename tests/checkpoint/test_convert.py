@@ -143,10 +143,19 @@ def test_a_single_file_that_does_not_tell_is_refused_with_the_way_out(
     convert(tmp_path / "plain.ckpt", tmp_path / "out", optimizer=False)
 
 
-@pytest.mark.parametrize("format", ["native", "ckpt"])
-def test_a_dtype_is_refused_where_none_is_rounded(format: str, native: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"dtype=bf16: format={format} keeps every tensor in its own dtype"):
-        convert(native, tmp_path / "out", format, target=DeepSpeedTarget(dtype="bf16"))
+@pytest.mark.parametrize(
+    ("format", "target", "message"),
+    [
+        ("native", DeepSpeedTarget(dtype="bf16"), "dtype=bf16: format=native has no ranks, and keeps every tensor in its own dtype"),
+        ("ckpt", DeepSpeedTarget(3, 4), "stage=3, ranks=4: format=ckpt has no ranks"),
+        ("universal", DeepSpeedTarget(3, 4, "bf16"), "stage=3, ranks=4: format=universal is the same for any number of ranks"),
+        ("hf", DeepSpeedTarget(2, 2), "ranks=2: format=hf is the same for any number of ranks"),
+        ("deepspeed", {"stage": 2}, r"target=.* is a dict: give a DeepSpeedTarget, such as DeepSpeedTarget\(stage=2, ranks=1"),
+    ],
+)
+def test_a_target_is_refused_where_a_format_does_not_read_it(format: str, target: Any, message: str, native: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        convert(native, tmp_path / "out", format, target=target)
     assert [path.name for path in tmp_path.iterdir()] == ["native"]
 
 

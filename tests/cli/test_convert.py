@@ -52,7 +52,8 @@ def test_convert_refuses_in_one_line(command):
     assert "format='zip': choose one of native" in command("convert", "src=last", "dst=out", "format=zip")
     assert "stage=5 must be 1, 2 or 3" in command("convert", "src=last", "dst=out", "format=deepspeed", "parallel.zero=5")
     assert "gone is not there" in command("convert", "src=gone", "dst=out", "format=ckpt")
-    assert "dtype=bf16: format=ckpt keeps" in command("convert", "src=last", "dst=out", "format=ckpt", "dtype=bf16")
+    assert "last, out: every argument is KEY=VALUE\nusage: lightning-par convert src=" in command("convert", "last", "out", "format=ckpt")
+    assert "dtype=bf16: format=ckpt has no ranks, and keeps" in command("convert", "src=last", "dst=out", "format=ckpt", "dtype=bf16")
 
 
 @pytest.mark.parametrize("format", ["native", "ckpt", "deepspeed", "universal"])
