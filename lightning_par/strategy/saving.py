@@ -284,10 +284,8 @@ class Holdings:
             if text is not None:
                 faults.setdefault(text, []).append(rank)
         if faults:
-            told = "; ".join(f"as ranks {ranks} see it: {text}" for text, ranks in faults.items())
-            raise CheckpointError(
-                f"{what} cannot be loaded, {told}. Each rank reads its own part, so it must lie on storage that every rank reaches"
-            ) from error
+            told = next(iter(faults)) if [len(ranks) for ranks in faults.values()] == [self.mesh.world.size] else _by_ranks(faults)
+            raise CheckpointError(f"{what} cannot be loaded: {told}") from error
         return cast("T", result)
 
     def _stored(self, source: Source, name: str) -> str:
@@ -355,6 +353,11 @@ class Holdings:
 
     def _layout(self) -> dict[str, Any]:
         return vars(self.mesh.layout) | {"world": self.mesh.world.size}
+
+
+def _by_ranks(faults: Mapping[str, list[int]]) -> str:
+    told = "; ".join(f"as ranks {ranks} see it: {text}" for text, ranks in faults.items())
+    return f"{told}. Each rank reads its own part, so it must lie on storage that every rank reaches"
 
 
 _SOURCE, _SEEN = "lightning_par_source", "lightning_par_seen"

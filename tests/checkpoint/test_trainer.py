@@ -140,7 +140,7 @@ def _resume_what_only_rank_0_sees(folder: Path) -> str:
 def test_K15_a_checkpoint_that_one_rank_does_not_see_raises_on_all(tmp_path: Path) -> None:
     fit_world({"dp": 2}, STEPS, save=tmp_path / "last")
     for message in run_world(_resume_what_only_rank_0_sees, 2, tmp_path / "last"):
-        assert "cannot be loaded, as ranks [1] see it" in message
+        assert "cannot be loaded: as ranks [1] see it" in message
         assert "elsewhere is not there" in message
 
 
