@@ -9,6 +9,7 @@ from lightning_par.checkpoint.native import is_native, read_index, read_meta, re
 from lightning_par.checkpoint.plain import plain
 from lightning_par.checkpoint.shard import Shard
 from lightning_par.checkpoint.source import EXTRA_STATES, MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, Joining, Source, is_extra
+from lightning_par.checkpoint.whole import as_single
 
 __all__ = [
     "EXTRA_STATES",
@@ -24,6 +25,7 @@ __all__ = [
     "Shard",
     "Source",
     "Target",
+    "as_single",
     "collect",
     "convert",
     "find_layers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,10 +176,15 @@ def number(optimizer: Mapping[str, Any], index: int) -> tuple[dict[str, Entry], 
 
 def write_single(source: Source, path: Path) -> None:
     """``source`` as a ``.ckpt`` that plain Lightning loads: weights, optimizers, schedulers, loops."""
-    contents, scratch = Contents.of(source), Scratch(path.parent)
-    weights = {name: scratch.keep(source.read(f"{MODEL}.{name}")) for name in dict.fromkeys(contents.aliases.values())}
+    save(as_single(source, Scratch(path.parent).keep), path)
+
+
+def as_single(source: Source, keep: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """What the file of ``write_single`` holds. ``keep``: where a tensor, once read, stays."""
+    contents = Contents.of(source)
+    weights = {name: keep(source.read(f"{MODEL}.{name}")) for name in dict.fromkeys(contents.aliases.values())}
     meta = dict(source.meta)
-    optimizers = [_state_dict(source, index, told, scratch) for index, told in enumerate(meta.pop(OPTIMIZERS, []))]
+    optimizers = [_state_dict(source, index, told, keep) for index, told in enumerate(meta.pop(OPTIMIZERS, []))]
     told = dict(meta.pop(MODULE, {"aliases": contents.aliases}))
     extras = told.pop(EXTRA_STATES, {})
     extra = {
@@ -189,14 +194,14 @@ def write_single(source: Source, path: Path) -> None:
         "rng": {name: entry.read() for name, entry in rng_of(source)},
     }
     named = {key: weights[name] for key, name in contents.aliases.items()} | extras
-    save(meta | {"state_dict": named, OPTIMIZERS: optimizers, EXTRA: extra}, path)
+    return meta | {"state_dict": named, OPTIMIZERS: optimizers, EXTRA: extra}
 
 
-def _state_dict(source: Source, index: int, meta: Mapping[str, Any], scratch: Scratch) -> dict[str, Any]:
+def _state_dict(source: Source, index: int, meta: Mapping[str, Any], keep: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     names = [name for group in meta["groups"] for name in group["params"]]
     places, found = {name: place for place, name in enumerate(names)}, states(source, index)
     state = {
-        place: {key: scratch.keep(entry.read()) for key, entry in found.get(name, {}).items()} | meta["scalars"].get(name, {})
+        place: {key: keep(entry.read()) for key, entry in found.get(name, {}).items()} | meta["scalars"].get(name, {})
         for name, place in places.items()
         if name in found or name in meta["scalars"]
     }

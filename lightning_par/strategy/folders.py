@@ -1,4 +1,4 @@
-"""``load_from_checkpoint`` of modules and data modules reads folders too, in one process and without a strategy."""
+"""``load_from_checkpoint`` of modules and data modules, and Trainers without a strategy of ours, read folders too."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_par.checkpoint import EXTRA_STATES, MODEL, MODULE, OPTIMIZERS, is_native, open_checkpoint
+from lightning_par.checkpoint import EXTRA_STATES, MODEL, MODULE, OPTIMIZERS, as_single, is_native, open_checkpoint
 from lightning_par.strategy import seams
 
 
 def teach_lightning() -> None:
     """From now on."""
-    seams.read_also(_is_folder, read_whole)
+    seams.read_also(_is_folder, read_whole, read_run)
 
 
 def _is_folder(path: Any) -> bool:
@@ -41,3 +41,17 @@ def read_whole(path: str | os.PathLike[str], map_location: Any = None) -> dict[s
     plain = {key: value for key, value in source.meta.items() if key not in (OPTIMIZERS, MODULE)}
     state_dict = {key: weights[first] for key, first in aliases.items() if first in weights} | told.get(EXTRA_STATES, {})
     return {"pytorch-lightning_version": pl.__version__} | plain | {"state_dict": state_dict}
+
+
+def read_run(path: str | os.PathLike[str], map_location: Any = None) -> dict[str, Any]:
+    """What Lightning's single file would hold, on CPU: each process reads all of it.
+
+    Raises:
+        CheckpointError: as ``read_whole``.
+    """
+    source = open_checkpoint(path)
+    source.check()
+    checkpoint = {"pytorch-lightning_version": pl.__version__} | as_single(source, lambda tensor: tensor)
+    if not source.meta.get(OPTIMIZERS):
+        del checkpoint[OPTIMIZERS]  # Lightning tells so where it needs one
+    return checkpoint

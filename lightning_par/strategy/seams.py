@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
@@ -315,14 +317,19 @@ def no_word_of_lost_places() -> Iterator[None]:
         yield
 
 
-def read_also(fits: Callable[[Any], bool], read: Callable[..., dict[str, Any]]) -> None:
-    """Let ``load_from_checkpoint`` read a path that ``fits`` with ``read(path, map_location)``."""
-    before = saving.pl_load
+def read_also(fits: Callable[[Any], bool], weights: Callable[..., dict[str, Any]], run: Callable[..., dict[str, Any]]) -> None:
+    """A path that ``fits`` is read by ``weights(path, map_location)`` for ``load_from_checkpoint``, and by ``run`` for plain strategies."""
 
-    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        return read(path, map_location) if fits(path) else before(path, map_location=map_location, weights_only=weights_only)
+    def teach(place: ModuleType, read: Callable[..., dict[str, Any]]) -> None:
+        before = place.pl_load
 
-    saving.pl_load = load
+        def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+            return read(path, map_location) if fits(path) else before(path, map_location=map_location, weights_only=weights_only)
+
+        place.pl_load = load
+
+    teach(saving, weights)
+    teach(torch_io, run)
 
 
 def gather(tensor: Tensor, group: Group, *, sync_grads: bool) -> Tensor:

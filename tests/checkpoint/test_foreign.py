@@ -88,6 +88,27 @@ def test_plain_lightning_goes_on_from_a_single_file_of_ours(tmp_path: Path) -> N
         torch.testing.assert_close(resumed.weights[name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_plain_lightning_goes_on_from_a_folder_of_ours_and_validates_any(tmp_path: Path) -> None:
+    straight = _plain(2 * STEPS)
+    fit_world({"dp": 2, "zero": 2}, STEPS, save=tmp_path / "last", dropout=0.0)
+    resumed = _plain(2 * STEPS, resume=tmp_path / "last")
+    assert resumed.losses == pytest.approx(straight.losses[STEPS:], abs=1e-6)
+    for name, value in straight.weights.items():
+        torch.testing.assert_close(resumed.weights[name], value, rtol=1e-5, atol=1e-6)
+    convert(tmp_path / "last", tmp_path / "universal", "universal")
+    losses = [
+        L.Trainer(devices=1, **QUIET).validate(Net(dropout=0.0), token_loader(4, rows=12), ckpt_path=path, verbose=False)[0]["val_loss"]
+        for path in (tmp_path / "last", tmp_path / "universal")
+    ]
+    assert losses[0] == losses[1]
+    convert(tmp_path / "last", tmp_path / "weights", optimizer=False)
+    with pytest.raises(KeyError, match="contains only the model"):
+        _plain(2 * STEPS, resume=tmp_path / "weights")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="empty is no checkpoint"):
+        _plain(2 * STEPS, resume=tmp_path / "empty")
+
+
 class NoOptimizer(Net):
     def configure_optimizers(self) -> None:
         raise AssertionError("prediction must not ask for an optimizer")
