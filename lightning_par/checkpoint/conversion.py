@@ -17,7 +17,7 @@ from lightning_par.checkpoint import numbers
 from lightning_par.checkpoint.deepspeed import is_deepspeed, is_universal, open_deepspeed, open_universal, write_deepspeed, write_universal
 from lightning_par.checkpoint.deepspeed.write import Target
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.files import give_back, put_in_place
+from lightning_par.checkpoint.files import give_back, local_path, put_in_place
 from lightning_par.checkpoint.hf import hf_part, is_hf, open_hf, write_hf
 from lightning_par.checkpoint.layers import tell_layers
 from lightning_par.checkpoint.native import is_native
@@ -55,6 +55,9 @@ WRITERS: dict[str, Callable[[Source, Path, Target], None]] = {
 
 READ: dict[str, tuple[str, ...]] = {"deepspeed": tuple(vars(Target())), "universal": ("dtype",), "hf": ("dtype",), "native": (), "ckpt": ()}
 """What of a target a format reads."""
+
+MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+"""What comes up where a file holds other things than its format has."""
 
 OFTEN = 2**23
 """Bytes of tensors that are read before memory is given back."""
@@ -97,10 +100,16 @@ def open_checkpoint(path: str | os.PathLike[str], joining: Joining | None = None
     Raises:
         CheckpointError: there is none, it is incomplete or damaged, or would run code.
     """
-    place = Path(path)
+    place = Path(path) if Path(path).name else Path(path).resolve()
     for fits, opens in READERS:
         if fits(place):
-            return opens(place) if joining is None else _joined(opens, place, joining)
+            try:
+                return opens(place) if joining is None else _joined(opens, place, joining)
+            except CheckpointError:
+                raise
+            except MALFORMED as error:
+                what = f"{opens.__name__.removeprefix('open_')} ({type(error).__name__}: {error})"
+                raise CheckpointError(f"{place} cannot be read as {what}: it is damaged, or something else wrote it") from error
     what = "no checkpoint" if place.exists() else "not there"
     if place.is_file():
         what = "no checkpoint of a known format: it is damaged, or no file of torch.save"
@@ -148,7 +157,7 @@ def convert(
         CheckpointError: ``src`` cannot be read, ``dst`` is there already, the format has no place for something, or no use for what
             ``target`` says, or the comparison fails.
     """
-    if format not in WRITERS:
+    if not isinstance(format, str) or format not in WRITERS:
         raise CheckpointError(f"format={format!r}: choose one of {', '.join(WRITERS)}")
     target = Target() if target is None else target
     if not isinstance(target, Target):
@@ -156,7 +165,9 @@ def convert(
     if unread := [f"{key}={value}" for key, value in vars(target).items() if value != getattr(Target, key) and key not in READ[format]]:
         why = "is the same for any number of ranks" if READ[format] else "has no ranks, and keeps every tensor in its own dtype"
         raise CheckpointError(f"{', '.join(unread)}: format={format} {why}")
-    with put_in_place(Path(dst)) as path:
+    if not isinstance(optimizer, bool):
+        raise CheckpointError(f"optimizer={optimizer!r}: must be true or false")
+    with put_in_place(Path(local_path(dst))) as path:
         source = open_checkpoint(src, None if layers is None and tp_plan is None else Joining(layers, tp_plan))
         source.check()
         source = hf_part(source) if format == "hf" else _named(source) if optimizer else without_optimizer(source)

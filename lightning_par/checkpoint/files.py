@@ -151,6 +151,24 @@ class Scratch:
         return self.zeros(tuple(tensor.shape), dtype or tensor.dtype).copy_(tensor)
 
 
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Where a checkpoint is to be written: the same place, wherever the process goes meanwhile.
+
+    Raises:
+        CheckpointError: it is an address, or would replace the folder that the process is in.
+    """
+    told = os.fspath(path)
+    if "://" in told:
+        raise CheckpointError(f"{told} is not saved: {NO_URL}")
+    place = os.path.abspath(told)
+    if Path.cwd().is_relative_to(os.path.realpath(place)):
+        raise CheckpointError(f"{told!r} is the folder that this process runs in, or is around it: a checkpoint takes a folder of its own")
+    return place
+
+
+NO_URL = "checkpoints are folders of a file system that all ranks see. Save to one that is mounted, and copy complete folders elsewhere"
+
+
 @contextmanager
 def put_in_place(target: Path) -> Iterator[Path]:
     """A path beside ``target`` to write a file or folder to; it becomes ``target`` by one rename, or is deleted after an error.

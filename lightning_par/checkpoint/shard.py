@@ -42,6 +42,12 @@ class Shard:
         """All of a tensor that every rank holds."""
         return cls.of(ShardSpec.whole(tensor), tensor, writes=writes)
 
+    def __getattr__(self, name: str) -> Any:
+        """Hooks that take it for a tensor are told."""
+        raise AttributeError(
+            f"a weight in checkpoint['state_dict'] is a rank's shard: it can be left out of the checkpoint, but has no {name}"
+        )
+
     def loaded(self) -> None:
         """``data`` was written into."""
         if self.origin is not None:

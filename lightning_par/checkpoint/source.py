@@ -59,7 +59,8 @@ class Entry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Entry:
-        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+        plain = tensor.resolve_conj().resolve_neg()
+        return cls(tuple(plain.shape), plain.dtype, lambda: plain)
 
 
 @dataclass(frozen=True)
@@ -222,9 +223,9 @@ class Source:
 
 def _damage(file: Path) -> list[str]:
     """What in a file of ``torch.save`` is not what was written. A checksum of 0 is one that ``set_crc32_options(False)`` left out."""
-    if not zipfile.is_zipfile(file):
-        return []  # as torch wrote before 1.6, without checksums
     try:
+        if not zipfile.is_zipfile(file):
+            return []  # as torch wrote before 1.6, without checksums
         with zipfile.ZipFile(file) as records:
             for record in records.infolist():
                 with records.open(record) as opened:

@@ -136,10 +136,14 @@ def open_single(path: Path) -> Source:
     extras = {key: weights.pop(key) for key in [*weights] if isinstance(key, str) and is_extra(key)}
     if not (weights and all(isinstance(value, Tensor) for value in weights.values())):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no state_dict of tensors")
+    if odd := [f"{name} ({_oddity(value)})" for name, value in weights.items() if _oddity(value)]:
+        raise CheckpointError(f"{path} holds weights of kinds that only torch.load reads: {', '.join(odd)}")
     meta = {"lr_schedulers": []} if weights is loaded else loaded
     extra = meta.pop(EXTRA, {})
-    aliases = tied(weights)
-    entries = {f"{MODEL}.{name}": Entry.of(weights[name]) for name in dict.fromkeys(aliases.values())}
+    aliases = tied(weights) | {key: name for key, name in extra.get(MODULE, {}).get("aliases", {}).items() if key in weights}
+    entries: dict[str, Entry] = {}
+    for key, name in aliases.items():
+        entries.setdefault(f"{MODEL}.{name}", Entry.of(weights[key]))
     metas = []
     for index, optimizer in enumerate(meta.pop(OPTIMIZERS, [])):
         found, told = number(optimizer, index)
@@ -150,6 +154,15 @@ def open_single(path: Path) -> Source:
     meta |= {OPTIMIZERS: metas, MODULE: told} | extra.get("meta", {})
     source = Source(path, "single file", meta, entries, files=(path,))
     return source.named(extra["names"]) if "names" in extra else source
+
+
+def _oddity(value: Tensor) -> str:
+    """Why its elements are not simply in memory; empty if they are."""
+    if value.is_meta:
+        return "meta"
+    return (
+        "quantized" if value.is_quantized else "nested" if value.is_nested else "" if value.layout is torch.strided else str(value.layout)
+    )
 
 
 def tied(weights: Mapping[str, Tensor]) -> dict[str, str]:

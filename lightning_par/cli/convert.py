@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
-import logging
 import sys
+from pathlib import Path
 from typing import Any
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lightning_par.checkpoint import WRITERS, CheckpointError, Report, Target, convert
-from lightning_par.cli.launch import CONF
 
+DEFAULTS = Path(__file__).with_suffix(".yaml")
 USAGE = f"usage: lightning-par convert src=PATH dst=PATH format={'|'.join(WRITERS)}"
 
 
 def run() -> None:
     """The command `convert`, with its overrides in `sys.argv`."""
     arguments = sys.argv[1:]
-    if strays := [argument for argument in arguments if "=" not in argument and not any(a.startswith("-") for a in arguments)]:
-        sys.exit(f"lightning-par convert: {', '.join(strays)}: every argument is KEY=VALUE\n{USAGE}")
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="convert")(_convert)()
-
-
-def _convert(config: DictConfig) -> None:
-    logging.captureWarnings(False)
+    if {"-h", "--help"} & {*arguments}:
+        print(f"{USAGE}\n\n{DEFAULTS.read_text()}", end="")
+        return
     try:
-        told: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        told = _told(arguments)
         target = Target(told["parallel"]["zero"], told["parallel"]["dp"], told["dtype"], told["sub_group_size"])
         with Bars() as bars:
             options = {key: told[key] for key in ("optimizer", "layers", "tp_plan")}
-            report = convert(told["src"], told["dst"], told["format"], target=target, progress=bars, **options)
-    except MissingMandatoryValue as error:
-        sys.exit(f"lightning-par convert: {error.full_key} is missing\n{USAGE}")
-    except (CheckpointError, ValueError) as error:
+            report = convert(str(told["src"]), str(told["dst"]), told["format"], target=target, progress=bars, **options)
+    except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"lightning-par convert: {error}")
     print(closing(report, told["dst"]))
+
+
+def _told(arguments: list[str]) -> dict[str, Any]:
+    """The defaults with ``arguments`` in Hydra's grammar. Not by Hydra itself: of its configs, some are called as keys here are.
+
+    Raises:
+        ValueError: an argument is none, or src, dst or format is missing.
+    """
+    if strays := [argument for argument in arguments if "=" not in argument]:
+        raise ValueError(f"{', '.join(strays)}: every argument is KEY=VALUE\n{USAGE}")
+    config = OmegaConf.load(DEFAULTS)
+    keys = [*config, *(f"parallel.{key}" for key in config.parallel)]
+    try:
+        for override in OverridesParser.create().parse_overrides(arguments):
+            if override.key_or_group not in keys:
+                raise ValueError(f"there is no {override.key_or_group}; choose of {', '.join(keys)}\n{USAGE}")
+            OmegaConf.update(config, override.key_or_group, override.value())
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"{error}\n{USAGE}") from error
+    if missing := [key for key in ("src", "dst", "format") if OmegaConf.is_missing(config, key) or config[key] is None]:
+        raise ValueError(f"{', '.join(missing)} missing\n{USAGE}")
+    told: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
+    return told
 
 
 def closing(report: Report, dst: str) -> str:

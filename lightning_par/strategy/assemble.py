@@ -16,8 +16,9 @@ What each rank then holds is written down by ShardSpecs under the names that the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -40,9 +41,9 @@ class Assembled:
     Attributes:
         module: the user's module, cut in place.
         parameters: what this rank holds of each parameter, by the first name it had in the whole module.
-        aliases: every name in the whole module's ``state_dict`` and the first name of what it stands for, in order.
+        aliases: every name in the whole module's ``state_dict`` and the first name of what it stands for, in order. Hooks of the module
+            may give it other names there: the first is always one that the module itself has.
         untold: keys of the whole module's ``state_dict`` that are neither, nor of ``get_extra_state``: no checkpoint holds them.
-        buffers_elsewhere: buffers that an earlier pipeline stage holds as well, so that it saves them.
         pipeline: the engine, when pp > 1.
     """
 
@@ -51,12 +52,11 @@ class Assembled:
     parameters: tuple[ParameterInfo, ...]
     aliases: dict[str, str]
     untold: tuple[str, ...]
-    buffers_elsewhere: frozenset[str]
     pipeline: Pipeline | None
 
-    def writes_buffer(self, name: str) -> bool:
-        """Of all stages that hold this buffer, this one saves it."""
-        return name not in self.buffers_elsewhere
+    def first_name(self, name: str) -> str | None:
+        """Of a buffer of the module, if the whole module's ``state_dict`` had it."""
+        return self.aliases.get(name, name if name in self.aliases.values() else None)
 
 
 def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Rehearsal | None = None) -> Assembled:
@@ -70,9 +70,9 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
     """
     layout = mesh.layout
     _mark(module, layout)
-    keys = module.state_dict().keys()
-    aliases = _aliases(module, keys)
-    untold = tuple(key for key in keys if key not in aliases and not is_extra(key))
+    state = _state(module)
+    aliases = _aliases(module, state)
+    untold = tuple(key for key in state if key not in aliases and not is_extra(key))
     uses = rehearsal.uses() if rehearsal is not None else None
     _broadcast(module, mesh, device)
     specs = {name: ShardSpec.whole(param) for name, param in module.named_parameters()}
@@ -91,9 +91,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
         whole_on_tp = specs[name].is_whole
         counted = (mesh.tp.index == 0 or not whole_on_tp) and stages.get(name, (mesh.pp.index,))[0] == mesh.pp.index
         infos.append(ParameterInfo(name, param, specs[name], stages.get(name, ()), name in partial, counted))
-    buffers = mesh.pp.gather_objects([aliases.get(name, name) for name, _ in module.named_buffers()])
-    elsewhere = frozenset(name for stage in buffers[: mesh.pp.index] for name in stage)
-    return Assembled(module, mesh, tuple(infos), aliases, untold, elsewhere, pipeline)
+    return Assembled(module, mesh, tuple(infos), aliases, untold, pipeline)
 
 
 def _pipeline(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Rehearsal | None, uses: Uses | None) -> Pipeline:
@@ -127,13 +125,25 @@ def _mark(module: nn.Module, layout: ParallelLayout) -> None:
 _CUT = "_lightning_par_cut"
 
 
-def _aliases(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
-    """Every key of the state dict that names a parameter or buffer, and the first key that names the same."""
-    first: dict[int, str] = {}
-    for name, param in module.named_parameters():
-        first[id(param)] = name
+def _state(module: nn.Module) -> dict[str, Any]:
+    """The state dict, with the parameters and buffers themselves where its module gives them."""
+    try:
+        return module.state_dict(keep_vars=True)
+    except TypeError:  # one of the user's own
+        return module.state_dict()
+
+
+def _aliases(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Every key of the state dict that names a parameter or buffer (hooks may rename it), and the first name of what it stands for."""
+    first = {id(param): name for name, param in module.named_parameters()}
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    return {key: first.setdefault(id(tensors[key]), key) for key in keys if key in tensors}
+    for key in state:
+        if key in tensors:
+            first.setdefault(id(tensors[key]), key)
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    named = {key: tensors.get(key, value) for key, value in state.items()}
+    return {key: first[id(tensor)] for key, tensor in named.items() if id(tensor) in first}
 
 
 def _broadcast(module: nn.Module, mesh: Mesh, device: torch.device) -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_par.checkpoint import Shard
+from lightning_par.checkpoint.files import local_path
 from lightning_par.checkpoint.savers import Background, Immediate, Saver
 from lightning_par.comm import Mesh
 from lightning_par.layout import LayoutError, ParallelLayout, RankGrid
@@ -35,7 +36,7 @@ from lightning_par.strategy.refusals import loop_violations, module_violations
 from lightning_par.strategy.rehearsal import Rehearsal
 from lightning_par.strategy.resuming import DataPlace
 from lightning_par.strategy.sampling import ReplicaSampler
-from lightning_par.strategy.saving import Attendance, Holdings, foreseen, local_path, saving_violations, settle
+from lightning_par.strategy.saving import Attendance, Holdings, foreseen, saving_violations, settle
 from lightning_par.strategy.schedules import wait_for_steps
 from lightning_par.strategy.steps import Step, StepRunner
 from lightning_par.strategy.weight_averaging import open_weights

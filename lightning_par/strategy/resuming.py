@@ -84,9 +84,10 @@ class _Resumed:
 
 @dataclass(frozen=True)
 class _Window:
-    """The accumulation at hand: its first batch, and what was then: random generators, and persistent buffers by name."""
+    """The accumulation at hand: its first batch, and what was then: optimizer steps, random generators, and persistent buffers by name."""
 
     first: int
+    steps: int
     generators: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
@@ -103,7 +104,7 @@ class DataPlace:
     def __init__(self) -> None:
         self._resumed: _Resumed | None = None
         self._restored: dict[str, Tensor] | None = None  # generators, before iterators were made
-        self._window = _Window(-1, {}, {})
+        self._window = _Window(-1, 0, {}, {})
         self._loaders: CombinedLoader | None = None  # those that were begun with
         self._untouched: dict[str, Any] | None = None  # what the checkpoint told, until then
         self._epoch = 0
@@ -239,7 +240,7 @@ class DataPlace:
         self._loaders, self._epoch = seams.train_loaders(trainer), trainer.current_epoch
         if batch_idx % trainer.accumulate_grad_batches == 0:
             copies = {name: buffer.detach().clone(memory_format=torch.contiguous_format) for name, buffer in buffers().items()}
-            self._window = _Window(batch_idx, generators(), copies)
+            self._window = _Window(batch_idx, trainer.global_step, generators(), copies)
 
     # --- in checkpoints
 
@@ -277,6 +278,11 @@ class DataPlace:
         with generators_kept() if back is not None else nullcontext():
             if back is not None and back == self._window.first:
                 self._window.put_back(checkpoint["state_dict"])
+                if trainer.global_step > self._window.steps:
+                    rank_zero_warn(
+                        f"the checkpoint is saved within a training step that has stepped an optimizer ({trainer.global_step} steps are "
+                        f"done, {self._window.steps} before it): a run that is resumed takes that batch again. Save in on_train_batch_end"
+                    )
             yield
 
     def read(self, checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> AbstractContextManager:

@@ -41,6 +41,7 @@ from lightning_par.checkpoint import (
     open_checkpoint,
     plain,
 )
+from lightning_par.checkpoint.files import NO_URL
 from lightning_par.checkpoint.native import describe
 from lightning_par.checkpoint.savers import Background, Saver
 from lightning_par.comm import Group, Meeting, Mesh
@@ -111,17 +112,6 @@ def foreseen(trainer: pl.Trainer, saver: Background) -> Iterator[None]:
             del callback.file_exists
 
 
-def local_path(filepath: str | os.PathLike[str]) -> str:
-    """The same place, wherever the process goes while it is written."""
-    path = os.fspath(filepath)
-    if "://" in path:
-        raise CheckpointError(f"{path} is not saved: {NO_URL}")
-    return os.path.abspath(path)
-
-
-NO_URL = "checkpoints are folders of a file system that all ranks see. Save to one that is mounted, and copy complete folders elsewhere"
-
-
 def saving_violations(trainer: pl.Trainer, *, async_save: bool) -> list[str]:
     """What of the callbacks does not go with how we save."""
     folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
@@ -162,7 +152,8 @@ class Holdings:
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole module's parameters and buffers on CPU, under its original names, on rank 0; None elsewhere."""
-        whole = collect(self.module_shards(), self.mesh.world, self.device)
+        shards = state.with_one_writer(self.module_shards(), self.part, self._tell([], extras=False))
+        whole = collect(shards, self.mesh.world, self.device)
         return None if whole is None else {name: whole[first] for name, first in self.part.aliases.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -178,12 +169,12 @@ class Holdings:
         """Have Lightning's ``checkpoint`` written as a sharded folder. See Note [A complete folder] in ``checkpoint.native``."""
         if self.data_parallel is not None:
             self.data_parallel.require_alike()
-        tensors = {f"{MODEL}.{name}": shard for name, shard in checkpoint.pop("state_dict").items()}
-        optimizers = checkpoint.pop(OPTIMIZERS, [])
+        weights, optimizers = _shards(checkpoint.pop("state_dict")), checkpoint.pop(OPTIMIZERS, [])
+        everyone = self._tell([optimizer["meta"] for optimizer in optimizers], extras=True)
+        tensors = {f"{MODEL}.{name}": shard for name, shard in state.with_one_writer(weights, self.part, everyone).items()}
         for optimizer in optimizers:
             tensors |= optimizer["shards"]
         tensors |= state.rng_shards(self.mesh.rank)
-        everyone = self._tell([optimizer["meta"] for optimizer in optimizers], extras=True)
         order, _ = self._whole_orders(everyone)
         metas = zip(*(told.optimizers for told in everyone), strict=True)
         merged = [state.merge_optimizer_meta(ranks, order[index]) for index, ranks in enumerate(metas)]
@@ -353,6 +344,16 @@ class Holdings:
 
     def _layout(self) -> dict[str, Any]:
         return vars(self.mesh.layout) | {"world": self.mesh.world.size}
+
+
+def _shards(weights: Mapping[str, Any]) -> dict[str, Shard]:
+    """What ``on_save_checkpoint`` has left of ``module_shards``, if it has put in nothing else."""
+    if strange := [f"{name} ({type(value).__name__})" for name, value in weights.items() if not isinstance(value, Shard)]:
+        raise CheckpointError(
+            f"on_save_checkpoint has put {', '.join(strange)} into checkpoint['state_dict'], where this rank's shards of the weights are. "
+            "They can be left out there; put tensors of your own under a key of your own: checkpoint['ema'] = ..."
+        )
+    return dict(weights)
 
 
 def _by_ranks(faults: Mapping[str, list[int]]) -> str:

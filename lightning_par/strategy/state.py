@@ -46,7 +46,7 @@ def module_shards(assembled: Assembled, data_parallel: DataParallel | None) -> d
         else:
             shards[info.name] = Shard(*part, data_parallel.writes_value(info.param))
     for name, buffer in persistent_buffers(assembled).items():
-        shards[name] = Shard.whole(buffer, writes=mesh.data.index == 0 and mesh.tp.index == 0 and assembled.writes_buffer(name))
+        shards[name] = Shard.whole(buffer, writes=mesh.data.index == 0 and mesh.tp.index == 0)  # but see ``with_one_writer``
     return shards
 
 
@@ -66,9 +66,9 @@ def buffer_places(assembled: Assembled) -> dict[str, tuple[nn.Module, str]]:
     """Where they are, by first name: the module and its attribute (the tensor there may be replaced at any time)."""
     places = {}
     for name, _ in assembled.module.named_buffers():
-        if name in assembled.aliases:  # its first name may be on another pipeline stage
+        if (first := assembled.first_name(name)) is not None:  # which may be on another pipeline stage
             path, _, key = name.rpartition(".")
-            places.setdefault(assembled.aliases[name], (assembled.module.get_submodule(path), key))
+            places.setdefault(first, (assembled.module.get_submodule(path), key))
     return places
 
 
@@ -81,7 +81,7 @@ def stray_buffers(assembled: Assembled) -> list[str]:
     found, here = [], dict(assembled.module.named_buffers(remove_duplicate=False))
     for name, buffer in here.items():
         path, _, key = name.rpartition(".")
-        first = assembled.aliases.get(name)
+        first = assembled.first_name(name)
         if key in assembled.module.get_submodule(path)._non_persistent_buffers_set:
             continue
         if first is None:
@@ -172,15 +172,19 @@ class Told:
     """What a rank tells all others of its part, so that each knows the whole.
 
     Attributes:
+        pp: the pipeline rank.
         buffers, frozen: the names of its persistent buffers, and of its parameters that are not trained.
+        unsound: buffers that hold NaN.
         orders: see ``orders``.
         optimizers: the ``optimizer_meta`` of each optimizer, where a checkpoint is saved.
         extras: what ``get_extra_state`` of its modules returned, as plain data, by its key in the state dict.
         dropped: what of its state no checkpoint holds, and why.
     """
 
+    pp: int
     buffers: list[str]
     frozen: list[str]
+    unsound: list[str]
     orders: Orders
     optimizers: list[dict[str, Any]]
     extras: dict[str, Any]
@@ -192,7 +196,27 @@ class Told:
         frozen = [info.name for info in assembled.parameters if not info.param.requires_grad]
         asked = {key: module.get_extra_state() for key, module in extra_places(assembled).items()} if extras else {}
         dropped = stray_buffers(assembled) if extras else []
-        return cls(list(persistent_buffers(assembled)), frozen, orders, optimizers, plain(asked, dropped, MODEL), dropped)
+        buffers, pp = persistent_buffers(assembled), assembled.mesh.pp
+        unsound = [name for name, buffer in buffers.items() if pp.size > 1 and buffer.is_floating_point() and buffer.isnan().any()]
+        return cls(pp.index, list(buffers), frozen, unsound, orders, optimizers, plain(asked, dropped, MODEL), dropped)
+
+
+def with_one_writer(shards: Mapping[str, Shard], assembled: Assembled, everyone: Sequence[Told]) -> dict[str, Shard]:
+    """``module_shards`` where of all pipeline ranks that hold a buffer one saves it: that of the last stage, which runs the whole step.
+
+    Unless it holds NaN there, which stands for what modules before the layers return: then another, from the first on.
+    """
+    pipeline = assembled.pipeline
+    if pipeline is None:
+        return dict(shards)
+    last = pipeline.rank_of(len(pipeline.placement.spans) - 1)
+    order = sorted({told.pp: told for told in everyone}.values(), key=lambda told: (told.pp != last, told.pp))
+    one: dict[str, Shard] = {}
+    for name, shard in shards.items():
+        holders = [told for told in order if name in told.buffers]
+        writer = next((told for told in holders if name not in told.unsound), holders[0] if holders else None)
+        one[name] = shard if writer is None else replace(shard, writes=shard.writes and writer.pp == assembled.mesh.pp.index)
+    return one
 
 
 def module_meta(assembled: Assembled, everyone: Sequence[Told]) -> dict[str, Any]:
@@ -264,8 +288,8 @@ def empty_optimizer_state(
             name, spec = data_parallel.held(param)
             for key, (shape, dtype) in by_name.get(name, {}).items():
                 if tuple(shape) == spec.shape and key != "step":
-                    same = f"{MODEL}.{name}" in stored and dtype == stored[f"{MODEL}.{name}"][1]
-                    dtype = param.dtype if same else torch.promote_types(dtype, param.dtype)  # the run may have another precision now
+                    if dtype.is_floating_point and f"{MODEL}.{name}" in stored:
+                        dtype = _state_dtype(dtype, stored[f"{MODEL}.{name}"][1], param.dtype)
                     value = torch.empty_like(param, dtype=dtype, requires_grad=False)
                     shards[f"{prefix}{name}.{key}"] = Shard.of(spec.like(dtype), value)
                 else:
@@ -273,6 +297,13 @@ def empty_optimizer_state(
                     shards[f"{prefix}{name}.{key}"] = Shard.whole(value, writes=False)
                 optimizer.state[param][key] = value
     return shards
+
+
+def _state_dtype(saved: torch.dtype, weight: torch.dtype, now: torch.dtype) -> torch.dtype:
+    """Of a moment: as it was, unless the run has another precision than that in which the ``weight`` was saved."""
+    if weight == now:
+        return saved
+    return now if saved == weight else torch.promote_types(saved, now)
 
 
 def lacking(source: Source, index: int, meta: Mapping[str, Any]) -> tuple[list[str], list[str]]:

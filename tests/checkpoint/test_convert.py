@@ -159,6 +159,44 @@ def test_a_target_is_refused_where_a_format_does_not_read_it(format: str, target
     assert [path.name for path in tmp_path.iterdir()] == ["native"]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"state_dict": None},
+        {"state_dict": [torch.ones(2)]},
+        {"state_dict": {"a": torch.ones(2)}, "optimizer_states": 3},
+        {"state_dict": {"a": torch.ones(2)}, "optimizer_states": [{}]},
+        {"state_dict": {"a": torch.ones(2)}, "lightning_par": 3},
+        {"state_dict": {"a": torch.ones(2).to_sparse()}},
+        {"state_dict": {"a": torch.ones(2, device="meta")}},
+    ],
+    ids=str,
+)
+def test_a_file_that_holds_other_things_than_a_checkpoint_is_named(content: dict[str, Any], tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "odd.ckpt")
+    with pytest.raises(CheckpointError, match=r"odd\.ckpt (cannot be read as single|holds weights of kinds)"):
+        open_checkpoint(tmp_path / "odd.ckpt")
+
+
+def test_conjugate_tensors_are_converted(tmp_path: Path) -> None:
+    weight = torch.randn(2, 3, dtype=torch.complex64)
+    torch.save({"state_dict": {"a": weight.conj()}}, tmp_path / "conjugate.ckpt")
+    convert(tmp_path / "conjugate.ckpt", tmp_path / "out", optimizer=False)
+    assert open_checkpoint(tmp_path / "out").read("model.a").equal(weight.conj())
+
+
+def test_places_that_are_none_for_a_checkpoint_are_refused(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place, message in (("s3://bucket/x", "file system that all ranks see"), (".", "this process runs in"), ("..", "or is around it")):
+        with pytest.raises(CheckpointError, match=message):
+            convert(native, place)
+    assert not (tmp_path / "s3:").exists()
+    with pytest.raises(CheckpointError, match=r"optimizer='no': must be true or false"):
+        convert(native, tmp_path / "out", optimizer="no")
+    with pytest.raises(CheckpointError, match=r"format=\['ckpt'\]: choose one of"):
+        convert(native, tmp_path / "out", ["ckpt"])
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     for path, message in ((tmp_path, "is no checkpoint: give"), (tmp_path / "gone", "is not there: give")):
         with pytest.raises(CheckpointError, match=message):

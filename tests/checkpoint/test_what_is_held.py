@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy, convert
-from lightning_par.checkpoint import CheckpointError
+from lightning_par.checkpoint import CheckpointError, open_checkpoint
 from lightning_par.strategy import saving
 from lightning_par.strategy.state import generators
 from tests.checkpoint.fits import QUIET
@@ -147,6 +147,164 @@ def test_K2_a_buffer_that_layers_share_is_that_of_the_checkpoint_on_every_stage(
     for buffers, _ in run_world(_share, 2, layout, 0.25, None, tmp_path / "last"):
         assert len(buffers) == 4 // layout.get("pp", 1)
         assert set(buffers.values()) == {0.5}
+
+
+class Averaging(L.LightningModule):
+    """Keeps averages of what comes out of its layers, which the last stage of a pipeline sees, and of what goes in: the first does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(3, 3)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.register_buffer("out", torch.zeros(3))
+        self.register_buffer("into", torch.zeros(3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embed(batch)
+        self.into.mul_(0.5).add_(x.detach().mean(0))
+        for layer in self.layers:
+            x = layer(x)
+        self.out.mul_(0.5).add_(x.detach().mean(0))
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _average(layout: dict[str, Any], folder: Path) -> list[dict[str, Tensor] | None]:
+    module = Averaging()
+    trainer = L.Trainer(strategy=HybridParallelStrategy(**layout), devices=layout.get("pp", 1), max_steps=3, **QUIET)
+    trainer.fit(module, DataLoader(torch.arange(24.0).view(8, 3) / 24, batch_size=4))
+    trainer.save_checkpoint(folder)
+    read = Averaging.load_from_checkpoint(folder, weights_only=True).state_dict()
+    return [trainer.strategy.full_state_dict(), dict(read)]
+
+
+@pytest.mark.parametrize(
+    "layout", [{"pp": 2, "microbatches": 1}, {"pp": 2, "microbatches": 1, "chunks": 2, "schedule": "zbv"}], ids=["pp2", "zbv"]
+)
+def test_K2_a_buffer_that_one_stage_changes_is_saved_by_that_stage(layout: dict[str, Any], tmp_path: Path) -> None:
+    (straight, _), *_ = run_world(_average, 1, {}, tmp_path / "one")
+    for full, read in run_world(_average, 2, layout, tmp_path / "two"):
+        for name, value in straight.items():
+            if name == "into" and "chunks" in layout:
+                continue  # what comes before the layers runs once for each stage of a rank
+            torch.testing.assert_close(read[name], value, rtol=1e-5, atol=1e-6)
+            if full is not None:
+                torch.testing.assert_close(full[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Renamed(Base):
+    """Hooks give its weight and buffer other names in state dicts."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_state_dict_post_hook(_rename_out)
+        self.register_load_state_dict_pre_hook(_rename_in)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return (self.line(batch) * self.scale).pow(2).mean()
+
+
+def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in ("scale", "seen"):
+        state[f"{prefix}old_{name}"] = state.pop(prefix + name)
+
+
+def _rename_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in ("scale", "seen"):
+        state[prefix + name] = state.pop(f"{prefix}old_{name}")
+
+
+def _resume_renamed(folder: Path) -> None:
+    straight, first = Renamed(0), Renamed(0)
+    wanted = trained(straight, 4, dp=2, zero=2).strategy.full_state_dict()
+    trained(first, 2, dp=2, zero=2, save=folder / "last")
+    if torch.distributed.get_rank() == 0:
+        convert(folder / "last", folder / "last.ckpt", "ckpt")
+        assert {"old_scale", "old_seen"} < torch.load(folder / "last.ckpt", weights_only=True)["state_dict"].keys()
+        assert Renamed.load_from_checkpoint(folder / "last", seed=1, weights_only=True).scale.equal(
+            Renamed.load_from_checkpoint(folder / "last.ckpt", seed=1, weights_only=True).scale
+        )
+    torch.distributed.barrier()
+    for name in ("last", "last.ckpt"):
+        found = trained(Renamed(1), 4, dp=2, zero=2, resume=folder / name).strategy.full_state_dict()
+        assert wanted is None or all(torch.equal(found[key], value) for key, value in wanted.items())
+
+
+def test_K1_a_module_whose_hooks_rename_weights_is_saved_and_loaded(tmp_path: Path) -> None:
+    run_world(_resume_renamed, 2, tmp_path)
+
+
+class Narrow(torch.optim.Optimizer):
+    """Its state is narrower than the weights."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state.update(mean=torch.zeros_like(param, dtype=torch.bfloat16), up=param.grad > 0)
+                state["mean"].mul_(group["momentum"]).add_(param.grad.bfloat16())
+                param.sub_(state["mean"].to(param.dtype) * torch.where(state["up"], 0.1, group["lr"]))
+                state["up"] = param.grad > 0
+        return loss
+
+
+class WithNarrow(Base):
+    def configure_optimizers(self) -> Any:
+        return Narrow(self.parameters())
+
+
+def _resume_narrow(folder: Path) -> None:
+    wanted = trained(WithNarrow(0), 4, dp=2, zero=2).strategy.full_state_dict()
+    trained(WithNarrow(0), 2, dp=2, zero=2, save=folder / "last")
+    resumed = trained(WithNarrow(1), 4, dp=2, zero=2, resume=folder / "last")
+    found = resumed.strategy.full_state_dict()
+    assert wanted is None or all(torch.equal(found[key], value) for key, value in wanted.items())
+    for state in resumed.optimizers[0].state.values():
+        assert (state["mean"].dtype, state["up"].dtype) == (torch.bfloat16, torch.bool)
+
+
+def test_K11_state_of_other_dtypes_than_the_weights_keeps_them(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_world(_resume_narrow, 2, tmp_path)
+
+
+class Editing(Base):
+    def __init__(self, edit: Any) -> None:
+        super().__init__(0)
+        self.edit = edit
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.edit(checkpoint["state_dict"])
+
+
+def _clone(weights: dict[str, Any]) -> None:
+    weights.update({name: weight.clone() for name, weight in weights.items()})
+
+
+def _edit_what_is_saved(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"on_save_checkpoint has put ema \(Tensor\) into .*under a key of your own"):
+        trained(Editing(lambda weights: weights.update(ema=torch.ones(3))), 1, save=folder / "last")
+    with pytest.raises(AttributeError, match=r"a rank's shard: it can be left out of the checkpoint, but has no clone"):
+        trained(Editing(_clone), 1, save=folder / "last")
+    trained(Editing(lambda weights: weights.pop("line.bias")), 1, save=folder / "last")
+    assert "model.line.bias" not in open_checkpoint(folder / "last").entries
+
+
+def test_on_save_checkpoint_may_leave_weights_out_and_is_told_of_what_it_may_not(tmp_path: Path) -> None:
+    run_world(_edit_what_is_saved, 1, tmp_path)
 
 
 class Counts(nn.Module):

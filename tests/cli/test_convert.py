@@ -41,6 +41,12 @@ def test_convert_joins_tensor_ranks_by_a_plan_on_the_command_line(command, tmp_p
     assert "does not tell how they cut the parameters" in command("inspect", "two/tag")
 
 
+def test_convert_leaves_the_optimizer_out_and_takes_numbers_for_names(command, tmp_path):
+    assert "7 tensors" in command("convert", "src=last", "dst=12", "format=native", "optimizer=false")
+    assert not open_checkpoint(tmp_path / "12").meta["optimizer_states"]
+    assert "7 tensors" in command("convert", "src=12", "dst=again.ckpt", "format=ckpt")
+
+
 def test_convert_names_what_was_rounded(command):
     said = command("convert", "src=last", "dst=out", "format=deepspeed", "dtype=bf16")
     assert "1 of them rounded to the format's dtype: model.fixed" in said
@@ -48,9 +54,16 @@ def test_convert_names_what_was_rounded(command):
 
 def test_convert_refuses_in_one_line(command):
     assert "last is there already" in command("convert", "src=last", "dst=last", "format=ckpt")
-    assert "dst is missing\nusage: lightning-par convert src=PATH" in command("convert", "src=last", "format=ckpt")
+    assert "dst missing\nusage: lightning-par convert src=PATH" in command("convert", "src=last", "format=ckpt")
     assert "format='zip': choose one of native" in command("convert", "src=last", "dst=out", "format=zip")
     assert "stage=5 must be 1, 2 or 3" in command("convert", "src=last", "dst=out", "format=deepspeed", "parallel.zero=5")
+    assert "sub_group_size=0 must be" in command("convert", "src=last", "dst=out", "format=deepspeed", "sub_group_size=0")
+    assert "src missing" in command("convert", "src=null", "dst=out", "format=ckpt")
+    assert "s3://bucket/out" in command("convert", "src=last", "dst='s3://bucket/out'", "format=ckpt")
+    assert "optimizer='no'" in command("convert", "src=last", "dst=out", "format=ckpt", "optimizer='no'")
+    assert "there is no parallel.tp; choose of src, dst, " in command("convert", "src=last", "dst=out", "format=ckpt", "parallel.tp=2")
+    assert "usage: lightning-par convert" in command("convert", "src=last", "dst=out", "format=ckpt", "tp_plan={a")
+    assert "optimizer: true # take the optimizers' state along" in command("convert", "--help")
     assert "gone is not there" in command("convert", "src=gone", "dst=out", "format=ckpt")
     assert "last, out: every argument is KEY=VALUE\nusage: lightning-par convert src=" in command("convert", "last", "out", "format=ckpt")
     assert "dtype=bf16: format=ckpt has no ranks, and keeps" in command("convert", "src=last", "dst=out", "format=ckpt", "dtype=bf16")

@@ -88,6 +88,8 @@ def open_deepspeed(path: Path, joining: Joining | None = None) -> Source:
     if joining.layers is not None:
         sources = [tell_layers(source, joining.layers) for source in sources]
     files = tuple(sorted(folder.glob("*_states.pt")))
+    if len(sources) == 1 and joining.tp_plan is not None:
+        raise CheckpointError(f"tp_plan: {folder} holds whole parameters; a plan joins those that several tensor ranks wrote")
     if len(sources) == 1:
         return replace(sources[0], files=files)
     if any(source.is_numbered for source in sources):

@@ -50,10 +50,13 @@ class Target:
 
     def __post_init__(self) -> None:
         faults = []
-        if self.stage not in (1, 2, 3):
+        if type(self.stage) is not int or self.stage not in (1, 2, 3):
             faults.append(f"stage={self.stage!r} must be 1, 2 or 3")
-        if not isinstance(self.ranks, int) or self.ranks < 1:
-            faults.append(f"ranks={self.ranks!r} must be a whole number of at least 1")
+        faults += [
+            f"{key}={value!r} must be a whole number of at least 1"
+            for key, value in (("ranks", self.ranks), ("sub_group_size", self.sub_group_size))
+            if type(value) is not int or value < 1
+        ]
         if self.dtype not in DTYPES:
             faults.append(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if faults:
@@ -65,7 +68,7 @@ class Trained:
     """The one optimizer of a checkpoint, as DeepSpeed can have it.
 
     Attributes:
-        groups: hyperparameters and names, without empty groups.
+        groups: hyperparameters and names. Those without a trained parameter are among them at stage 3 only: below it engines have none.
         moments: the keys of state in the shape of the parameter.
         common: what else there is of state, which DeepSpeed has once for each group (step).
     """
@@ -78,14 +81,14 @@ class Trained:
     common: tuple[dict[str, Any], ...]
 
     @classmethod
-    def of(cls, source: Source) -> Trained:
+    def of(cls, source: Source, *, empty_groups: bool = False) -> Trained:
         """Refuse what DeepSpeed has no place for, all of it named."""
         contents, metas = Contents.of(source), source.meta.get(OPTIMIZERS, [])
         faults = [f"{len(metas)} optimizers: DeepSpeed has one"] if len(metas) > 1 else []
         if source.is_numbered:
             faults.append("parameters of the optimizer are numbered, not named")
-        groups = tuple(group for group in contents.groups if group["params"])
-        if not groups and not faults:
+        groups = tuple(group for group in contents.groups if group["params"] or empty_groups)
+        if not any(group["params"] for group in groups) and not faults:
             faults.append("no optimizer, so nothing tells which parameters are trained")
         found = states(source, 0)
         moments: dict[str, None] = {}
@@ -151,7 +154,7 @@ def write_deepspeed(source: Source, folder: Path, target: Target) -> None:
     Raises:
         CheckpointError: DeepSpeed has no place for something in it: several optimizers, float64, step counts that differ in a group.
     """
-    trained = Trained.of(source)
+    trained = Trained.of(source, empty_groups=target.stage == 3)
     tag = f"global_step{source.meta.get('global_step', 0)}"
     require_file_names(source.path, "the tag", [tag])
     (folder / tag).mkdir(parents=True)
@@ -220,10 +223,10 @@ def _split(shapes: list[Shapes], target: Target) -> tuple[list[Shapes], list[lis
     parts: list[Shapes] = []
     owners = []
     for group in shapes:
-        cut: list[dict[str, Any]] = [{}]
+        cut: list[dict[str, Any]] = []
         filled = 0
         for name, shape in group.items():
-            if filled >= target.sub_group_size:
+            if not cut or filled >= target.sub_group_size:
                 cut.append({})
                 filled = 0
             cut[-1][name] = shape

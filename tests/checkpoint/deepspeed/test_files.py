@@ -185,9 +185,29 @@ def test_other_optimizers_keep_their_state(tmp_path: Path) -> None:
     assert_same(open_deepspeed(tmp_path / "out"), source)
 
 
+def test_a_group_without_a_trained_parameter_is_one_at_stage_3(tmp_path: Path) -> None:
+    """As engines have it, which count groups; below stage 3 they cannot run with one."""
+    source = synthetic()
+    groups = source.meta["optimizer_states"][0]["groups"]
+    groups.insert(1, {**groups[0], "params": [], "lr": 0.5})
+    write_deepspeed(source, tmp_path / "three", Target(3, 2, sub_group_size=8))
+    file = next((tmp_path / "three").rglob("*rank_0*optim_states.pt"))
+    state = torch.load(file, weights_only=False)["optimizer_state_dict"]
+    first, empty, last = (group["params"] for group in state["optimizer_state_dict"]["param_groups"])
+    assert [*first, *empty, *last] == [*range(len(state["fp32_flat_groups"]))]
+    assert empty == []
+    assert_same(open_deepspeed(tmp_path / "three"), source)
+    write_deepspeed(source, tmp_path / "two", Target(2, 2))
+    file = next((tmp_path / "two").rglob("*rank_0*optim_states.pt"))
+    assert len(torch.load(file, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]) == 2
+
+
 def test_a_target_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stage=0 must be 1, 2 or 3; ranks=0 must .*; dtype='fp8' must be one of fp32, bf16, fp16"):
         Target(0, 0, "fp8")
+    for wrong in (0, -1, 2.5, True, "abc", None):
+        with pytest.raises(ValueError, match=r"sub_group_size=.* must be a whole number of at least 1"):
+            Target(sub_group_size=wrong)
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
