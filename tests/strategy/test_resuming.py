@@ -602,6 +602,39 @@ def test_K10_a_schedule_that_asks_for_the_number_of_steps_does_not_lose_the_plac
     assert resumed == [[steps[2:] for steps in ranks] for ranks in straight]
 
 
+class TwoSteps(Notes):
+    """Steps two optimizers in a batch, and saves between them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.automatic_optimization, self.folder = False, folder
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if self.global_step == 3:
+                self.trainer.save_checkpoint(self.folder)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.layers]
+
+
+def _saved_between(folder: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        trainer = L.Trainer(devices=1, strategy=HybridParallelStrategy(dp=1), max_epochs=1, **QUIET)
+        trainer.fit(TwoSteps(folder / "last"), plain(BATCH, 1, 0))
+    return [str(warning.message) for warning in caught]
+
+
+def test_K10_a_save_between_the_optimizers_of_a_batch_is_told_to_repeat_it(tmp_path: Path) -> None:
+    told = [one for one in run_world(_saved_between, 1, tmp_path)[0] if "within a training step that has stepped an optimizer" in one]
+    assert len(told) == 1
+    assert "3 steps are done, 2 before it" in told[0]
+
+
 def _refused(loader: str, folder: Path, how: dict[str, Any]) -> str:
     with pytest.raises(CheckpointError) as error:
         _fit(loader, {"dp": 1}, LIMITS["epochs"], folder / loader, **how)
