@@ -39,7 +39,7 @@ from lightning_par.strategy.sampling import ReplicaSampler
 from lightning_par.strategy.saving import Attendance, Holdings, foreseen, saving_violations, settle
 from lightning_par.strategy.schedules import wait_for_steps
 from lightning_par.strategy.steps import Step, StepRunner
-from lightning_par.strategy.weight_averaging import open_weights
+from lightning_par.strategy.weight_averaging import averages, open_weights
 from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions, synchronize_batch_norms
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -543,7 +543,8 @@ class HybridParallelStrategy(ParallelStrategy):
         """The plain part of a checkpoint of any format; ``load_model_state_dict`` and ``load_optimizer_state_dict`` read the tensors."""
         self.wait_for_checkpoint()
         trainer = self.lightning_module.trainer
-        checkpoint = seams.completed(self._holdings.load(checkpoint_path), trainer)
+        whole = bool(averages(trainer.callbacks))  # they read weights from it
+        checkpoint = seams.completed(self._holdings.load(checkpoint_path, whole=whole), trainer)
         if self._fits(trainer):
             self._until_teardown.enter_context(self._place.read(checkpoint, trainer, self.mesh))
             if not self.restore_optimizer:

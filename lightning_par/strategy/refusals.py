@@ -38,11 +38,6 @@ def loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer:
                 f"manual optimization with {axis}={degree}: the step runs on parts of a batch, which only automatic optimization puts "
                 f"together; set automatic_optimization=True, or {axis}=1"
             )
-    if averages(trainer.callbacks) and trainer.checkpoint_callbacks:
-        found.append(
-            "a WeightAveraging callback beside a checkpoint callback: sharded checkpoints have no place for the averages yet; pass "
-            "Trainer(enable_checkpointing=False) and keep trainer.strategy.full_state_dict() after the fit, whose end swaps the averages in"
-        )
     if averages(trainer.callbacks) and layout.tp * layout.pp > 1:
         found.append(
             f"a WeightAveraging callback with tp={layout.tp}, pp={layout.pp}: it keeps a copy of the whole module, which no rank has then; "

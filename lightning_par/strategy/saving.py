@@ -47,6 +47,7 @@ from lightning_par.checkpoint.savers import Background, Saver
 from lightning_par.comm import Group, Meeting, Mesh
 from lightning_par.strategy import state
 from lightning_par.strategy.assemble import Assembled
+from lightning_par.strategy.weight_averaging import CURRENT
 from lightning_par.zero import DataParallel
 
 PATIENCE = timedelta(minutes=5)
@@ -152,8 +153,10 @@ class Holdings:
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole module's parameters and buffers on CPU, under its original names, on rank 0; None elsewhere."""
-        shards = state.with_one_writer(self.module_shards(), self.part, self._tell([], extras=False))
-        whole = collect(shards, self.mesh.world, self.device)
+        return self._collected(self.module_shards(), self._tell([], extras=False))
+
+    def _collected(self, shards: Mapping[str, Shard], everyone: Sequence[state.Told]) -> dict[str, Tensor] | None:
+        whole = collect(state.with_one_writer(shards, self.part, everyone), self.mesh.world, self.device)
         return None if whole is None else {name: whole[first] for name, first in self.part.aliases.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -169,8 +172,13 @@ class Holdings:
         """Have Lightning's ``checkpoint`` written as a sharded folder. See Note [A complete folder] in ``checkpoint.native``."""
         if self.data_parallel is not None:
             self.data_parallel.require_alike()
-        weights, optimizers = _shards(checkpoint.pop("state_dict")), checkpoint.pop(OPTIMIZERS, [])
+        weights, optimizers = checkpoint.pop("state_dict"), checkpoint.pop(OPTIMIZERS, [])
         everyone = self._tell([optimizer["meta"] for optimizer in optimizers], extras=True)
+        if CURRENT in checkpoint:
+            checkpoint[CURRENT] = self._collected(_shards(checkpoint[CURRENT]), everyone) or {}
+            writes, names = self.mesh.rank == 0, self.part.aliases
+            weights = {names[key]: Shard.whole(value, writes=writes) for key, value in weights.items() if key in names}
+        weights = _shards(weights)
         tensors = {f"{MODEL}.{name}": shard for name, shard in state.with_one_writer(weights, self.part, everyone).items()}
         for optimizer in optimizers:
             tensors |= optimizer["shards"]
@@ -191,10 +199,13 @@ class Holdings:
         meta["layout"] = self._layout()
         saver.save(filepath, tensors, meta)
 
-    def load(self, filepath: str | os.PathLike[str]) -> dict[str, Any]:
+    def load(self, filepath: str | os.PathLike[str], *, whole: bool = False) -> dict[str, Any]:
         """The plain part of a checkpoint of any format; ``load_model`` and ``load_optimizers`` read its tensors.
 
         Its ``state_dict`` shows weights on the meta device. What hooks leave in it, under whatever names, and their own tensors, is loaded.
+
+        Args:
+            whole: ``state_dict`` has the values, under all names of the module.
 
         Raises:
             CheckpointError: on every rank, if any does not see a complete checkpoint.
@@ -219,10 +230,12 @@ class Holdings:
             frozen = state.module_meta(self.part, everyone)["frozen"]
             source = source.named([[name for group in groups for name in group] for groups in order], frozen)
         source = state.in_module(source, self.part)
-        seen = {
-            name.removeprefix(f"{MODEL}."): torch.empty(source.entries[name].shape, dtype=source.entries[name].dtype, device="meta")
-            for name in source.weights
-        }
+        if whole:
+            stored = {key: source.entries.get(self._stored(source, first)) for key, first in self.part.aliases.items()}
+            seen = {key: entry.read() for key, entry in stored.items() if entry is not None}
+        else:
+            shown = {name.removeprefix(f"{MODEL}."): source.entries[name] for name in source.weights}
+            seen = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in shown.items()}
         return {"state_dict": dict(seen)} | source.meta | {_SOURCE: source, _SEEN: seen}
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
@@ -231,7 +244,9 @@ class Holdings:
         Raises:
             CheckpointError: a tensor has another shape; with ``strict``, also if one is missing, or the model has no place for it.
         """
-        source = _chosen(checkpoint)
+        self._load_weights(_chosen(checkpoint), strict=strict)
+
+    def _load_weights(self, source: Source, *, strict: bool) -> None:
         shards = {self._stored(source, name): shard for name, shard in self.module_shards().items()}
         extras = {f"{MODEL}.{key}": value for key, value in source.meta.get(MODULE, {}).get(EXTRA_STATES, {}).items()}
         places = {f"{MODEL}.{key}": module for key, module in state.extra_places(self.part).items()}
@@ -299,6 +314,8 @@ class Holdings:
                 f"checkpoint {source.path} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}. "
                 f"{state.ANEW}"
             )
+        if CURRENT in source.meta:  # what a callback has loaded is rounded to the module's dtype
+            self._load_weights(source.with_weights(source.meta[CURRENT]), strict=True)
         state.require_states(source)
         self._everywhere(f"the state of optimizers from {source.path}", lambda: self._fill_optimizers(source, metas))
         self.restore_rng(checkpoint)

@@ -1,4 +1,7 @@
-"""Lightning's WeightAveraging callbacks where no rank holds whole weights (ZeRO 3)."""
+"""Lightning's WeightAveraging callbacks where no rank holds whole weights (ZeRO 3).
+
+The averages themselves are whole on every rank. In a checkpoint the callback puts them in the place of weights, which go to ``CURRENT``.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,10 @@ HOOKS = (
     "on_load_checkpoint",
 )
 """The hooks in which the callback reads or writes the module's weights."""
+
+
+CURRENT = "current_model_state"
+"""Lightning's key."""
 
 
 def averages(callbacks: Iterable[Callback]) -> list[WeightAveraging]:

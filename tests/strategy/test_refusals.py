@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_par import (
     ContextParallelStrategy,
@@ -106,9 +105,3 @@ def test_presets_and_registered_names_are_layouts(strategy: Any, layout: Paralle
     trainer = Trainer(devices=4, strategy=strategy)
     assert trainer.strategy.requested == layout
     assert trainer.strategy.layout.world == 4
-
-
-def test_averages_of_weights_have_no_place_in_a_checkpoint() -> None:
-    trainer = partial(L.Trainer, accelerator="cpu", devices=2, strategy=HybridParallelStrategy(), max_steps=1, logger=False)
-    with pytest.raises(LayoutError, match=r"WeightAveraging callback beside a checkpoint callback.*enable_checkpointing=False"):
-        trainer(callbacks=[EMAWeightAveraging()]).fit(TinyGPT(layers=2), token_loader(4))
