@@ -57,7 +57,7 @@ def measure(src: str, dst: str, format: str) -> None:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     begin = time.perf_counter()
-    convert(src, dst, format, target=DeepSpeedTarget(2, 2))
+    convert(src, dst, format, target=DeepSpeedTarget(2, 2) if format == "deepspeed" else None)
     seconds = time.perf_counter() - begin
     over.set()
     watcher.join()

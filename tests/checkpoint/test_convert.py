@@ -331,7 +331,7 @@ def watch():
         peak[0] = max(peak[0], anonymous())
         time.sleep(0.002)
 threading.Thread(target=watch, daemon=True).start()
-convert(sys.argv[1], sys.argv[2], sys.argv[3], target=DeepSpeedTarget(2, 2))
+convert(sys.argv[1], sys.argv[2], sys.argv[3], target=DeepSpeedTarget(2, 2) if sys.argv[3] == "deepspeed" else None)
 print(peak[0] - before)
 """
 
