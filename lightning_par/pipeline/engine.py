@@ -23,6 +23,7 @@ from lightning_par.pipeline.boundary import (
     edges_of,
     form_of,
     gradient_forms,
+    has_gradient,
     messages_of,
     rebuild,
     tensor_forms,
@@ -317,4 +318,4 @@ class _Step:
 
 
 def _has_nan(tensors: Sequence[Tensor]) -> bool:
-    return any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point())
+    return any(bool(tensor.isnan().any()) for tensor in tensors if has_gradient(tensor.dtype))

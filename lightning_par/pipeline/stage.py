@@ -54,7 +54,7 @@ from typing_extensions import override
 
 from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
-from lightning_par.pipeline.boundary import PLAIN, form_of, tensors_of
+from lightning_par.pipeline.boundary import PLAIN, form_of, has_gradient, tensors_of
 from lightning_par.pipeline.errors import PipelineError
 
 KNOWN = 1000
@@ -115,7 +115,7 @@ class BeforeLayers(StandIn):
             part = BeforeLayers.__new__(BeforeLayers)
             part._begin(value, self._nan, self._known, is_part=True)
             return part
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and has_gradient(value.dtype):
             return self._nan.to(value.dtype).expand(value.shape)
         return partial(self._answer, value) if ismethod(value) and value.__self__ is self._stands_for else value
 
@@ -150,7 +150,7 @@ class BeforeLayers(StandIn):
 
     def _filled(self, meta: Tensor) -> Tensor:
         """NaN, with memory of its own: the model may work in place on it."""
-        if not meta.is_floating_point():
+        if not has_gradient(meta.dtype):
             raise PipelineError(
                 f"{type(self._stands_for).__name__} lives on the first pipeline stage, and returns a tensor of {meta.dtype}: other stages "
                 "cannot know it, nor mark it as unknown. In the forward of a module that is called before the layers it is computed on "
@@ -164,7 +164,7 @@ class BeforeLayers(StandIn):
         """Follow ``to``, ``half`` and the like: the device and dtype that outputs will have."""
         self._hide(_nan=fn(self._nan))
         self._known.clear()
-        self._stands_for.to(self._nan.dtype)
+        self._stands_for._apply(lambda tensor: tensor.to(self._nan.dtype) if tensor.is_floating_point() else tensor)
         return self
 
     @override

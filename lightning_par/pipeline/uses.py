@@ -25,6 +25,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_par.pipeline.aside import aside, lent
+from lightning_par.pipeline.boundary import has_gradient
 from lightning_par.pipeline.segments import Segments
 
 
@@ -69,7 +70,7 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
         (before if not segments.ran else inside if len(segments.ran) < count else after).update(own)
         sources = [*own, *_tensors((args, kwargs))]
         loose = [tensor for tensor in _tensors(output) if not tensor.requires_grad]
-        if len(segments.ran) < count and not all(tensor.is_floating_point() for tensor in loose):
+        if len(segments.ran) < count and not all(has_gradient(tensor.dtype) for tensor in loose):
             inside.update(own)
         return tree_map_only(Tensor, lambda tensor: _tied(tensor, sources), output) if loose else output
 
@@ -108,7 +109,7 @@ def _tensors(values: Any) -> list[Tensor]:
 @torch.enable_grad()
 def _tied(tensor: Tensor, sources: Iterable[Tensor]) -> Tensor:
     """A tensor without a graph, with one from these."""
-    if tensor.requires_grad or not tensor.is_floating_point():
+    if tensor.requires_grad or not has_gradient(tensor.dtype):
         return tensor
     for source in sources:
         if source.requires_grad:
