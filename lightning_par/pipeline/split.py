@@ -109,9 +109,11 @@ def place(
         uses: what a dry run has seen.
 
     Raises:
-        PipelineError: the module has no layer list, one that cannot be spread so, or a skip connection from one stage past the next.
+        PipelineError: the module has no layer list, one that cannot be spread so or does more than run its layers, or a skip connection
+            from one stage past the next.
     """
     name = find_layers(module, layers)
+    _check_list(module.get_submodule(name), name)
     members = module.get_submodule(name)._modules
     blocks = list(members.values())
     if len(blocks) < stages:
@@ -135,6 +137,23 @@ def place(
     placement = Placement(name, tuple(members), tuple(spans), tuple(before), tuple(after))
     _check_skips(placement, uses or Uses())
     return placement
+
+
+def _check_list(layers: nn.Module, name: str) -> None:
+    """Each stage runs some members of the list, and the list is never called as a whole: it must be no more than the chain of them."""
+    stock = nn.Sequential if isinstance(layers, nn.Sequential) else nn.ModuleList
+    own = [part for part in _OF_A_LIST if part in vars(layers) or getattr(type(layers), part) is not getattr(stock, part)]
+    own += [kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(layers, kind)]
+    if own:
+        raise PipelineError(
+            f"{name} is a {type(layers).__name__} with {', '.join(own)} of its own, which no stage would run: a stage has only some of "
+            "the layers. Do it in the forward of the module that holds the list (for layer in self.layers: x = layer(x)) or in a layer, "
+            f"with a plain nn.{stock.__name__}; or name another list, pipeline_layers = 'model.blocks' on your module; or use pp=1"
+        )
+
+
+_OF_A_LIST = ("forward", "__call__", "__iter__", "__getitem__", "__len__")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _check_skips(placement: Placement, uses: Uses) -> None:
