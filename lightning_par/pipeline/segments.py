@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
-from typing_extensions import override
 
 from lightning_par.pipeline.boundary import Inlet
-from lightning_par.pipeline.stage import StandIn
+from lightning_par.pipeline.shown import Shown
 
 Close = Callable[[int, list[Tensor], Tensor | None], None]
 """Told where a segment ends: its number, the tensors of its end that need a gradient, and the leaf behind its beginning."""
@@ -45,7 +44,7 @@ class Segments:
         """Inside, the list holds stand-ins that cut."""
         before = dict(self._list._modules)
         for i, (name, layer) in enumerate(before.items()):
-            self._list._modules[name] = _Cut(layer, i, self)
+            self._list._modules[name] = _Cut(layer, _index=i, _segments=self)
         try:
             yield
         finally:
@@ -79,19 +78,10 @@ class Segments:
         return tree_map(lambda leaf: next(begins) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, values)
 
 
-class _Cut(StandIn):
-    """A layer, for ``isinstance`` too, that is run as a segment."""
+class _Cut(Shown):
+    """A layer that is run as a segment."""
 
-    def __init__(self, layer: nn.Module, index: int, segments: Segments) -> None:
-        super().__init__(layer)
-        self._hide(_index=index, _segments=segments, training=layer.training)
-
-    @property
-    def __class__(self) -> type[nn.Module]:
-        return type(self._stands_for)
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._segments.around(self._index, self._stands_for, args, kwargs)
 
 

@@ -56,6 +56,7 @@ from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
 from lightning_par.pipeline.boundary import PLAIN, form_of, has_gradient, tensors_of
 from lightning_par.pipeline.errors import PipelineError
+from lightning_par.pipeline.shown import Elsewhere, Shown, not_here, seen_from_afar
 
 KNOWN = 1000
 """Calls that a stand-in remembers: plain values that never come again (a count of steps) must not fill memory."""
@@ -182,6 +183,11 @@ class AfterLayers(StandIn):
         self._hide(_name=name)
 
     @override
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return seen_from_afar(value, f"{self._name}.{name}", _anything)
+
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PipelineError(
             f"{self._name} lives on the last pipeline stage, but another stage has come to it. On every other stage the step must end "
@@ -190,31 +196,22 @@ class AfterLayers(StandIn):
         )
 
 
-class _OtherLayer(StandIn):
+def _anything(name: str) -> None:
+    """Any attribute may be read."""
+
+
+class _OtherLayer(Elsewhere):
     """A layer that is not of the active stage."""
 
-    def __init__(self, module: nn.Module, index: int, answer: Callable[[int, Any], Any]) -> None:
-        super().__init__(module)
-        self._hide(_index=index, _answer=answer)
-
     @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._answer(self._index, (args, kwargs))
 
 
-class _OwnLayer(StandIn):
-    """A layer of the active stage: the layer itself, for ``isinstance`` too; what it is given is checked, its output kept."""
+class _OwnLayer(Shown):
+    """A layer of the active stage: what it is given is checked, its output kept."""
 
-    def __init__(self, layer: nn.Module, index: int, check: Callable[[int, Any], None], keep: Callable[[int, Any], None]) -> None:
-        super().__init__(layer)
-        self._hide(_index=index, _check=check, _keep=keep, training=layer.training)
-
-    @property
-    def __class__(self) -> type[nn.Module]:
-        return type(self._stands_for)
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check(self._index, (args, kwargs))
         output = self._stands_for(*args, **kwargs)
         self._keep(self._index, output)
@@ -261,7 +258,10 @@ class StageLayers(nn.ModuleList):
         copies = [layer if i in local else on_meta(layer) for i, layer in enumerate(layers)]
         self._spans, self._stages, self._name = dict(spans), stages, name
         self._kind = nn.Sequential if isinstance(layers, nn.Sequential) else nn.ModuleList
-        self._others = tuple(_OtherLayer(layer, i, self._outside) for i, layer in enumerate(copies))
+        self._others = tuple(
+            _OtherLayer(layer, f"{name}.{key}", self._look, _index=i, _answer=self._outside)
+            for i, (key, layer) in enumerate(zip(self._keys, copies, strict=True))
+        )
         self._own: dict[int, _OwnLayer] = {}  # made as they are first seen
         self._now: _Pass | None = None
 
@@ -286,6 +286,24 @@ class StageLayers(nn.ModuleList):
     @override
     def __iter__(self) -> Iterator[nn.Module]:
         return (self._at(i) for i in range(len(self)))
+
+    @override
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Within a step, all layers, as the loop sees them."""
+        return super().named_children() if self._now is None else iter([(key, self._at(i)) for i, key in enumerate(self._keys)])
+
+    @override
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the layers of this rank, which within a step would pass for all of them."""
+        if self._stages > 1:
+            self._look(f"{self._name}.parameters()")
+        return super().named_parameters(*args, **kwargs)
+
+    @override
+    def train(self, mode: bool = True) -> StageLayers:
+        for layer in self._others:
+            layer.train(mode)
+        return super().train(mode)
 
     @override
     def __getitem__(self, index: int | slice) -> nn.Module:
@@ -315,9 +333,13 @@ class StageLayers(nn.ModuleList):
             return layer
         own = self._own.get(index)
         if own is None or own._stands_for is not layer:  # else somebody has put another layer there
-            own = self._own[index] = _OwnLayer(layer, index, self._check_extras, self._keep)
-        own._hide(training=layer.training)
+            own = self._own[index] = _OwnLayer(layer, _index=index, _check=self._check_extras, _keep=self._keep)
         return own
+
+    def _look(self, name: str) -> None:
+        """An attribute of a layer of another stage is read."""
+        if self._now is not None and name.endswith("parameters()"):
+            raise not_here(name)
 
     def _keep(self, index: int, output: Any) -> None:
         if self._now is not None:  # None while activation checkpointing runs the layer again
