@@ -42,17 +42,26 @@ def has_gradient(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def is_plain(leaf: Any) -> bool:
+    """Whether this may be in a layer's output: a tensor or a plain value."""
+    return isinstance(leaf, (Tensor, *PLAIN))
+
+
 def form_of(output: Any) -> Any:
     """The form of a layer's output. Values that are neither tensors nor plain are refused."""
     if isinstance(output, Tensor):
         return TensorForm(tuple(output.shape), output.dtype)
     for leaf in tree_leaves(output):
-        if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise PipelineError(
-                f"the last layer of a stage returns a {type(leaf).__name__}, which cannot be handed to the next stage: layers may return "
-                "tensors and plain values (for transformers models, set config.use_cache=False)"
-            )
+        if not is_plain(leaf):
+            raise cannot_be_handed(type(leaf).__name__, "the last layer of a stage")
     return tree_map_only(Tensor, lambda tensor: TensorForm(tuple(tensor.shape), tensor.dtype), output)
+
+
+def cannot_be_handed(kind: str, giver: str) -> PipelineError:
+    return PipelineError(
+        f"{giver} returns a {kind}, which cannot be handed to the next stage: layers may return tensors and plain values, in tuples, lists "
+        "and dicts, and what torch.export.register_dataclass was told of (for transformers models, set config.use_cache=False)"
+    )
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_par.pipeline.boundary import Inlet
+from lightning_par.pipeline.boundary import Inlet, is_plain
 from lightning_par.pipeline.shown import Shown
 
 Close = Callable[[int, list[Tensor], Tensor | None], None]
@@ -38,6 +38,10 @@ class Segments:
         """Layers that ran."""
         self.behind: dict[Tensor, int] = {}
         """The layer behind whose output a leaf is, for each leaf there."""
+        self.within: dict[Tensor, int] = {}
+        """The layer into which a leaf leads, for each leaf before a layer."""
+        self.opaque: dict[int, Any] = {}
+        """By layer, what is in its output that is neither a tensor nor plain: it could not be cut there."""
 
     @contextmanager
     def cut(self) -> Iterator[None]:
@@ -58,9 +62,13 @@ class Segments:
     def around(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer as a segment."""
         args, kwargs = self._turn(index + 1 if index else 0, (args, kwargs))
+        if self._entry is not None:
+            self.within[self._entry] = index
         self.ran.add(index)
         with self._at_work(layer), saved_tensors_hooks(_itself, _itself):  # who checkpoints the layer must not see this
-            output = self._turn(index + 1, layer(*args, **kwargs))
+            output = layer(*args, **kwargs)
+            self.opaque.update((index, leaf) for leaf in tree_leaves(output) if not is_plain(leaf))
+            output = self._turn(index + 1, output)
         if self._entry is not None:
             self.behind[self._entry] = index
         return output

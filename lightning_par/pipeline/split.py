@@ -33,7 +33,9 @@ from torch import nn
 
 from lightning_par.layout import Span
 from lightning_par.numerics import Apart
+from lightning_par.pipeline.boundary import cannot_be_handed
 from lightning_par.pipeline.errors import PipelineError
+from lightning_par.pipeline.shown import HOW_TO_CARRY
 from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, LayerList, StageLayers
 from lightning_par.pipeline.uses import Uses
 from lightning_par.pipeline.weigh import LayerCosts
@@ -135,7 +137,7 @@ def place(
             )
         spans = [Span(stop - size, stop) for size, stop in zip(balance, accumulate(balance), strict=True)]
     placement = Placement(name, tuple(members), tuple(spans), tuple(before), tuple(after))
-    _check_skips(placement, uses or Uses())
+    _check_between(placement, uses or Uses())
     return placement
 
 
@@ -156,12 +158,26 @@ _OF_A_LIST = ("forward", "__call__", "__iter__", "__getitem__", "__len__")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _check_skips(placement: Placement, uses: Uses) -> None:
-    """No stage begins within a skip connection: all that it knows of earlier layers is what the last of them returned."""
+def _check_between(placement: Placement, uses: Uses) -> None:
+    """All that a stage knows of earlier layers is what the last of them returned: nothing skips it, nothing is left behind."""
+    names = [f"{placement.layers}.{name}" for name in placement.members]
+    opaque = dict(uses.opaque)
+    for span in placement.spans[:-1]:
+        if (last := span.stop - 1) in opaque:
+            raise cannot_be_handed(opaque[last], names[last])
+    stage_of = {i: stage for stage, span in enumerate(placement.spans) for i in range(span.start, span.stop)}
+    stage_of |= {-1: 0, len(names): len(placement.spans) - 1}
+    for layer, user in sorted(uses.left):
+        if stage_of[layer] != stage_of[user]:
+            place = f"at {names[user]}" if 0 <= user < len(names) else "after the layers" if user > 0 else "before the layers"
+            raise PipelineError(
+                f"{names[layer]} is used {place} by another way than the output of its call, but that is on another pipeline stage: what "
+                "it computed and left on an attribute or in a hook (a router's logits, an auxiliary loss), a part of it called by itself, or "
+                f"its weights. So {HOW_TO_CARRY}; a penalty on weights is the optimizer's weight_decay; or use pp=1"
+            )
     for giver, user in sorted(uses.skips):
         for span in placement.spans[1:]:
             if giver + 1 < span.start <= user:
-                names = [f"{placement.layers}.{name}" for name in placement.members]
                 place = f"at {names[user]}" if user < len(names) else "after the layers"
                 raise PipelineError(
                     f"the output of {names[giver]} is used again {place}, but a pipeline stage begins between them, at "

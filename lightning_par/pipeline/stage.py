@@ -54,7 +54,7 @@ from typing_extensions import override
 
 from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
-from lightning_par.pipeline.boundary import PLAIN, form_of, has_gradient, tensors_of
+from lightning_par.pipeline.boundary import form_of, has_gradient, is_plain, tensors_of
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.shown import Elsewhere, Shown, not_here, seen_from_afar
 
@@ -374,6 +374,7 @@ class StageLayers(nn.ModuleList):
 
     def _check_chain(self, now: _Pass, given: Any) -> None:
         """Where a stage ends, nothing but its last layer's own output may go on, and all of it. See Note [The unmodified forward]."""
+        form_of(now.output)  # refuses what no stage can hand on
         if not tensors_of(now.output) or 0 in _missing(now.output, given):
             raise PipelineError(
                 f"{self._name}.{now.span.stop} is not given what {self._name}.{now.span.stop - 1} returned: the model changes the hidden "
@@ -408,7 +409,7 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def _is_plain(leaves: Sequence[Any]) -> bool:
-    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+    return all(is_plain(leaf) for leaf in leaves)
 
 
 def _missing(output: Any, given: Any) -> list[int]:

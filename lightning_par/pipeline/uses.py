@@ -9,7 +9,9 @@ was given; whole numbers (tokens, labels) cannot have one, so that a module whic
 module also counts as used where it is called, since there it must answer.
 
 What a layer returned begins a graph; if that is found in a later segment than the next one, the output has been used a second time, a
-skip connection past layers. It is right as long as no stage begins within it.
+skip connection past layers. It is right as long as no stage begins within it. A parameter of a layer, or what its input became, in the
+segment of another one has come there past the layer's output: the layer left it behind on an attribute or in a hook, a part of it was
+called by itself, or the step works with its weights. That is right as long as both are on one stage.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ class Uses:
     """Parameters by where they are used: before the layers, inside (or between) them, after them.
 
     A name is that of the module through which one was used: of a tie, each module uses its own. ``skips`` are pairs of a layer and a later
-    one (as many as there are layers: what comes after them) that uses its output, too.
+    one (as many as there are layers: what comes after them) that uses its output, too. ``left`` are such pairs (-1: what comes before the
+    layers) where a layer, a weight of it, or what it computed is used, but for its output. ``opaque`` are layers that return something
+    besides tensors and plain values, and its type.
     """
 
     before: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
     after: frozenset[str] = frozenset()
     skips: frozenset[tuple[int, int]] = frozenset()
+    left: frozenset[tuple[int, int]] = frozenset()
+    opaque: frozenset[tuple[int, str]] = frozenset()
 
     def of(self, parameters: Collection[str]) -> frozenset[str]:
         """Where any of these is used."""
@@ -58,12 +64,13 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
     meta = torch.device("meta")
     count = len(module.get_submodule(layers))
     before, inside, after = found = set[Tensor](), set[Tensor](), set[Tensor]()
-    skips: set[tuple[int, int]] = set()
+    skips, left = set[tuple[int, int]](), set[tuple[int, int]]()
 
     def close(segment: int, ends: list[Tensor], entry: Tensor | None) -> None:
         leaves = _leaves(ends)
         found[min(segment, 1) if segment <= count else 2].update(leaves)
         skips.update((segments.behind[leaf], segment - 1) for leaf in leaves & segments.behind.keys() if leaf is not entry)
+        left.update((origin[leaf], segment - 1) for origin in (owners, segments.within) for leaf in leaves & origin.keys())
 
     def look(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         own = set(part.parameters())
@@ -79,9 +86,25 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
         for part in _beside(module, layers):
             hooks.callback(part.register_forward_hook(look, with_kwargs=True).remove)
         names = {param: name for name, param in module.named_parameters()}
+        owners = _owners(module, layers)
         with segments.cut(), meta:
             segments.end(step(tree_map_only(Tensor, lambda tensor: tensor.to(meta), batch)))
-    return Uses(*(frozenset(names[leaf] for leaf in leaves if leaf in names) for leaves in found), frozenset(skips))
+    return Uses(
+        *(frozenset(names[leaf] for leaf in leaves if leaf in names) for leaves in found),
+        skips=frozenset(skips),
+        left=frozenset((layer, user) for layer, user in left if layer != user),
+        opaque=frozenset((layer, type(leaf).__name__) for layer, leaf in segments.opaque.items()),
+    )
+
+
+def _owners(module: nn.Module, layers: str) -> dict[Tensor, int]:
+    """The layer of each parameter that belongs to one layer alone."""
+    owners: dict[Tensor, set[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        inside = name.startswith(layers + ".")
+        owners.setdefault(param, set()).add(name.removeprefix(layers + ".").split(".")[0] if inside else "")
+    places = {name: i for i, name in enumerate(module.get_submodule(layers)._modules)}
+    return {param: places[next(iter(names))] for param, names in owners.items() if len(names) == 1 and "" not in names}
 
 
 def _beside(module: nn.Module, layers: str) -> Iterator[nn.Module]:
