@@ -34,7 +34,7 @@ class Shown:
         return self(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_stands_for":  # a copy that is not there yet
+        if "_stands_for" not in self.__dict__:  # a copy that is not there yet
             raise AttributeError(name)
         return getattr(self._stands_for, name)
 
@@ -80,9 +80,9 @@ class Elsewhere(Shown):
 
     @override
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        self._look(name := f"{self._name}.{name}")
-        return seen_from_afar(value, name, self._look)
+        if "_stands_for" in self.__dict__:
+            self._look(f"{self._name}.{name}")
+        return seen_from_afar(super().__getattr__(name), f"{self._name}.{name}", self._look)
 
     @override
     def __iter__(self) -> Iterator[Any]:

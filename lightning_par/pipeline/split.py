@@ -37,6 +37,7 @@ from lightning_par.pipeline.boundary import cannot_be_handed
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.shown import HOW_TO_CARRY
 from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, LayerList, StageLayers
+from lightning_par.pipeline.traces import Trace
 from lightning_par.pipeline.uses import Uses
 from lightning_par.pipeline.weigh import LayerCosts
 
@@ -171,9 +172,9 @@ def _check_between(placement: Placement, uses: Uses) -> None:
         if stage_of[layer] != stage_of[user]:
             place = f"at {names[user]}" if 0 <= user < len(names) else "after the layers" if user > 0 else "before the layers"
             raise PipelineError(
-                f"{names[layer]} is used {place} by another way than the output of its call, but that is on another pipeline stage: what "
-                "it computed and left on an attribute or in a hook (a router's logits, an auxiliary loss), a part of it called by itself, or "
-                f"its weights. So {HOW_TO_CARRY}; a penalty on weights is the optimizer's weight_decay; or use pp=1"
+                f"{names[layer]} is used {place} by another way than the output of its call, but that is on another pipeline stage: "
+                "what it computed and left on an attribute or in a hook (router logits, an auxiliary loss), a part of it called by itself, "
+                f"or its weights. So {HOW_TO_CARRY}; a penalty on weights is the optimizer's weight_decay; or use pp=1"
             )
     for giver, user in sorted(uses.skips):
         for span in placement.spans[1:]:
@@ -186,10 +187,13 @@ def _check_between(placement: Placement, uses: Uses) -> None:
                 )
 
 
-def cut(module: nn.Module, placement: Placement, stages: Collection[int]) -> StageLayers:
-    """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere."""
+def cut(module: nn.Module, placement: Placement, stages: Collection[int], traces: Collection[Trace] = ()) -> StageLayers:
+    """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere.
+
+    ``traces`` are attributes that layers are known to change as they run.
+    """
     spans = {stage: placement.spans[stage] for stage in stages}
-    layers = StageLayers(module.get_submodule(placement.layers), spans, stages=len(placement.spans), name=placement.layers)
+    layers = StageLayers(module.get_submodule(placement.layers), spans, stages=len(placement.spans), name=placement.layers, traces=traces)
     _replace(module, placement.layers, layers)
     here = [*(placement.before if 0 in spans else ()), *(placement.after if len(placement.spans) - 1 in spans else ())]
     for name in dict.fromkeys([*placement.before, *placement.after]):

@@ -40,7 +40,7 @@ output in place, or, where the step cannot run dry, uses one a second time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +56,8 @@ from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
 from lightning_par.pipeline.boundary import form_of, has_gradient, is_plain, tensors_of
 from lightning_par.pipeline.errors import PipelineError
-from lightning_par.pipeline.shown import Elsewhere, Shown, not_here, seen_from_afar
+from lightning_par.pipeline.shown import HOW_TO_CARRY, Elsewhere, Shown, not_here, seen_from_afar
+from lightning_par.pipeline.traces import Trace, marks, traces
 
 KNOWN = 1000
 """Calls that a stand-in remembers: plain values that never come again (a count of steps) must not fill memory."""
@@ -212,10 +213,7 @@ class _OwnLayer(Shown):
     """A layer of the active stage: what it is given is checked, its output kept."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._check(self._index, (args, kwargs))
-        output = self._stands_for(*args, **kwargs)
-        self._keep(self._index, output)
-        return output
+        return self._run(self._index, self._stands_for, args, kwargs)
 
 
 @dataclass
@@ -226,6 +224,7 @@ class _Pass:
     received: Any
     reached: Callable[[], None]
     exits: bool  # whether a stage follows
+    watches: bool  # whether to look for attributes that layers change
     ran: int = -1  # the layer of this stage that ran last
     output: Any = None  # what it returned
     passed: set[int] = field(default_factory=set)  # layers of earlier stages that were called
@@ -247,9 +246,10 @@ class StageLayers(nn.ModuleList):
         spans: the layers of each stage of this rank, by stage.
         stages: how many stages there are in all.
         name: what the list is called in the model, for messages.
+        traces: attributes that layers are known to change as they run.
     """
 
-    def __init__(self, layers: LayerList, spans: Mapping[int, Span], *, stages: int, name: str) -> None:
+    def __init__(self, layers: LayerList, spans: Mapping[int, Span], *, stages: int, name: str, traces: Iterable[Trace] = ()) -> None:
         super().__init__()
         local = {i for span in spans.values() for i in range(span.start, span.stop)}
         self._keys = tuple(layers._modules)
@@ -264,6 +264,8 @@ class StageLayers(nn.ModuleList):
         )
         self._own: dict[int, _OwnLayer] = {}  # made as they are first seen
         self._now: _Pass | None = None
+        self._traces = set(traces)
+        self._watched: set[tuple[int, bool, bool]] = set()  # stages and modes in which layers were watched for more
 
     @contextmanager
     def active(self, stage: int, received: Any, reached: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -273,11 +275,13 @@ class StageLayers(nn.ModuleList):
         """
         if self._now is not None:
             raise PipelineError("a pipeline step was started inside another")
-        self._now = _Pass(self._spans[stage], received, reached, exits=stage < self._stages - 1)
+        kind = stage, self.training, torch.is_grad_enabled()
+        self._now = _Pass(self._spans[stage], received, reached, exits=stage < self._stages - 1, watches=kind not in self._watched)
         try:
             yield
         finally:
             self._now = None
+            self._watched.add(kind)
 
     @override
     def __len__(self) -> int:
@@ -329,21 +333,37 @@ class StageLayers(nn.ModuleList):
         if not span.start <= index < span.stop:
             return self._others[index]
         layer = self._modules[self._keys[index]]
-        if not self._now.exits:
-            return layer
         own = self._own.get(index)
         if own is None or own._stands_for is not layer:  # else somebody has put another layer there
-            own = self._own[index] = _OwnLayer(layer, _index=index, _check=self._check_extras, _keep=self._keep)
+            own = self._own[index] = _OwnLayer(layer, _index=index, _run=self._run)
         return own
 
     def _look(self, name: str) -> None:
         """An attribute of a layer of another stage is read."""
-        if self._now is not None and name.endswith("parameters()"):
+        if self._now is None:
+            return
+        if name.endswith("parameters()"):
             raise not_here(name)
+        key, _, path = name.removeprefix(self._name + ".").partition(".")
+        if (type(self._others[self._keys.index(key)]._stands_for).__qualname__, path) in self._traces:
+            raise PipelineError(
+                f"{name} is read, which {self._name}.{key} sets as it runs, but that is on another pipeline stage. If it is needed (an "
+                f"auxiliary loss), {HOW_TO_CARRY}; or use pp=1"
+            )
 
-    def _keep(self, index: int, output: Any) -> None:
-        if self._now is not None:  # None while activation checkpointing runs the layer again
-            self._now.ran, self._now.output = index, output
+    def _run(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer of the active stage."""
+        now = self._now
+        if now is None:  # activation checkpointing runs it again
+            return layer(*args, **kwargs)
+        if now.exits:
+            self._check_extras(index, (args, kwargs))
+        before = marks(layer) if now.watches and self._stages > 1 else None
+        output = layer(*args, **kwargs)
+        if before is not None:
+            self._traces |= traces(layer, before)
+        now.ran, now.output = index, output
+        return output
 
     def _outside(self, index: int, given: Any) -> Any:
         """The answer of a layer that is not of the active stage."""
@@ -385,7 +405,8 @@ class StageLayers(nn.ModuleList):
     def _check_extras(self, index: int, given: Any) -> None:
         """What the layer before returned besides the hidden state is given to this one. See Note [The unmodified forward]."""
         now = self._now
-        if now is None or now.ran != index - 1 or isinstance(now.output, Tensor):
+        assert now is not None
+        if now.ran != index - 1 or isinstance(now.output, Tensor):
             return
         missing = [place for place in _missing(now.output, given) if place > 0]
         if missing:

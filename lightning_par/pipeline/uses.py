@@ -17,7 +17,7 @@ called by itself, or the step works with its weights. That is right as long as b
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_par.pipeline.aside import aside, lent
 from lightning_par.pipeline.boundary import has_gradient
 from lightning_par.pipeline.segments import Segments
+from lightning_par.pipeline.traces import Trace, marks, traces
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Uses:
     A name is that of the module through which one was used: of a tie, each module uses its own. ``skips`` are pairs of a layer and a later
     one (as many as there are layers: what comes after them) that uses its output, too. ``left`` are such pairs (-1: what comes before the
     layers) where a layer, a weight of it, or what it computed is used, but for its output. ``opaque`` are layers that return something
-    besides tensors and plain values, and its type.
+    besides tensors and plain values, and its type. ``traces`` are attributes that a layer changes as it runs.
     """
 
     before: frozenset[str] = frozenset()
@@ -47,6 +48,7 @@ class Uses:
     skips: frozenset[tuple[int, int]] = frozenset()
     left: frozenset[tuple[int, int]] = frozenset()
     opaque: frozenset[tuple[int, str]] = frozenset()
+    traces: frozenset[Trace] = frozenset()
 
     def of(self, parameters: Collection[str]) -> frozenset[str]:
         """Where any of these is used."""
@@ -64,7 +66,7 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
     meta = torch.device("meta")
     count = len(module.get_submodule(layers))
     before, inside, after = found = set[Tensor](), set[Tensor](), set[Tensor]()
-    skips, left = set[tuple[int, int]](), set[tuple[int, int]]()
+    skips, left, changed = set[tuple[int, int]](), set[tuple[int, int]](), set[Trace]()
 
     def close(segment: int, ends: list[Tensor], entry: Tensor | None) -> None:
         leaves = _leaves(ends)
@@ -81,7 +83,13 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
             inside.update(own)
         return tree_map_only(Tensor, lambda tensor: _tied(tensor, sources), output) if loose else output
 
-    segments = Segments(module, layers, close)
+    @contextmanager
+    def watched(layer: nn.Module) -> Iterator[None]:
+        before = marks(layer)
+        yield
+        changed.update(traces(layer, before))
+
+    segments = Segments(module, layers, close, watched)
     with aside(module), lent(list(module.modules()), meta), ExitStack() as hooks:
         for part in _beside(module, layers):
             hooks.callback(part.register_forward_hook(look, with_kwargs=True).remove)
@@ -94,6 +102,7 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
         skips=frozenset(skips),
         left=frozenset((layer, user) for layer, user in left if layer != user),
         opaque=frozenset((layer, type(leaf).__name__) for layer, leaf in segments.opaque.items()),
+        traces=frozenset(changed),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_par.pipeline import PipelineError, StageExit, place
+from lightning_par.pipeline import PipelineError, StageExit, dry_run, place
 from lightning_par.pipeline.split import cut
 from lightning_par.pipeline.stage import BeforeLayers
 from tests.pipeline.models import through_the_stages as through
@@ -268,6 +268,24 @@ def penalized(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return over(layers, x) + sum(layer.linear.weight.square().sum() for layer in layers)
 
 
+class LeavingLayer(Layer):
+    """Leaves numbers without a graph on itself and on a module in it."""
+
+    seen = 0.0
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        self.seen = self.linear.seen = x.detach().mean()
+        return super().forward(x, shift)
+
+
+def read(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return over(layers, x) + sum(layer.seen for layer in layers)
+
+
+def read_within(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return over(layers, x) + sum(layer.linear.seen for layer in layers)
+
+
 def counted(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return over(layers, x) / len(list(layers.parameters()))
 
@@ -290,6 +308,8 @@ def backwards(layers: nn.ModuleList, x: Tensor) -> Tensor:
     ("loop", "reason"),
     [
         (in_parts, r"the step calls layers\.1\.linear by itself.*call layers whole"),
+        (read, r"layers\.0\.seen is read, which layers\.0 sets as it runs.*carry what else is needed"),
+        (read_within, r"layers\.0\.linear\.seen is read, which layers\.0 sets"),
         (counted, r"layers\.parameters\(\) is on another pipeline stage"),
         (counted_singly, r"layers\.0\.parameters\(\) is on another pipeline stage"),
         (penalized, r"layers\.0\.linear\.weight is on another pipeline stage.*weight_decay"),
@@ -302,7 +322,15 @@ def backwards(layers: nn.ModuleList, x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_loop_that_a_pipeline_cannot_follow_is_refused_by_name(loop: Loop, reason: str) -> None:
     with pytest.raises(PipelineError, match=reason):
-        through_the_stages(Model(loop), torch.tensor([[1, 5, 8]]))
+        through_the_stages(Model(loop, LeavingLayer), torch.tensor([[1, 5, 8]]))
+
+
+@pytest.mark.parametrize("loop", [read, read_within])
+def test_what_layers_leave_on_themselves_may_be_read_where_they_all_are(loop: Loop) -> None:
+    model, ids = Model(loop, LeavingLayer), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids, stages=1), model(ids))
+    with pytest.raises(PipelineError, match=r"layers\.0\.(linear\.)?seen is read"):
+        through(model, ids, place(model, 3), traces=dry_run(model, "layers", model, ids).traces)
 
 
 def part_of(model: nn.Module, index: int, ranks: int = 2) -> nn.Module:
