@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class Uses:
     left: frozenset[tuple[int, int]] = frozenset()
     opaque: frozenset[tuple[int, str]] = frozenset()
     traces: frozenset[Trace] = frozenset()
+
+    def __or__(self, other: Uses) -> Uses:
+        """What several steps do."""
+        return Uses(**{field.name: getattr(self, field.name) | getattr(other, field.name) for field in fields(self)})
 
     def of(self, parameters: Collection[str]) -> frozenset[str]:
         """Where any of these is used."""
