@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_par.pipeline.boundary import Inlet, is_plain
 from lightning_par.pipeline.shown import Shown
@@ -33,7 +34,10 @@ class Segments:
     ) -> None:
         self._list, self._close, self._at_work = module.get_submodule(layers), close, at_work
         self._last = len(self._list) + 1
-        self._entry: Tensor | None = None
+        self.entry: Tensor | None = None
+        """The leaf behind its beginning."""
+        self.at = 0
+        """The segment that runs."""
         self.ran: set[int] = set()
         """Layers that ran."""
         self.behind: dict[Tensor, int] = {}
@@ -57,31 +61,34 @@ class Segments:
     def end(self, values: Any) -> None:
         """The step has come to its end with these values: its loss, or whatever matters."""
         self._turn(self._last, values)
-        self._entry = None
+        self.entry = None
 
     def around(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer as a segment."""
         args, kwargs = self._turn(index + 1 if index else 0, (args, kwargs))
-        if self._entry is not None:
-            self.within[self._entry] = index
+        if self.entry is not None:
+            self.within[self.entry] = index
+        self.at = index + 1
         self.ran.add(index)
         with self._at_work(layer), saved_tensors_hooks(_itself, _itself):  # who checkpoints the layer must not see this
             output = layer(*args, **kwargs)
             self.opaque.update((index, leaf) for leaf in tree_leaves(output) if not is_plain(leaf))
-            output = self._turn(index + 1, output)
-        if self._entry is not None:
-            self.behind[self._entry] = index
+            output = self._turn(index + 1, tree_map_only(Tensor, _afresh, output))
+        self.at = index + 2
+        if self.entry is not None:
+            self.behind[self.entry] = index
         return output
 
     def _turn(self, segment: int, values: Any) -> Any:
         """The same values, at the beginning of the next segment's graph."""
         ends = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self._close(segment, ends, self._entry)
+        self._close(segment, ends, self.entry)
         if not ends:
-            self._entry = None
+            self.entry = None
             return values
-        inlet = Inlet([tensor.detach() for tensor in ends], grad=True)
-        self._entry = inlet.entry
+        with torch._C.DisableTorchFunction():  # nobody shall see where these come from
+            inlet = Inlet([tensor.detach() for tensor in ends], grad=True)
+        self.entry = inlet.entry
         begins = iter(inlet.tensors)
         return tree_map(lambda leaf: next(begins) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, values)
 
@@ -91,6 +98,12 @@ class _Cut(Shown):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._segments.around(self._index, self._stands_for, args, kwargs)
+
+
+def _afresh(tensor: Tensor) -> Tensor:
+    """A layer's output as the next stage gets it: nothing is known of it but that."""
+    with torch._C.DisableTorchFunction():
+        return tensor if tensor.requires_grad else tensor.view_as(tensor)
 
 
 def _itself(tensor: Tensor) -> Tensor:

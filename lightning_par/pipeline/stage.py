@@ -27,14 +27,17 @@ the loop keeps what a layer returns besides the         refused: within a stage,
 hidden state (``x, aux = layer(x); total += aux``)      state) must be given to the next layer. The layers of earlier stages all
                                                         answer with the same output, so a sum over layers would be wrong
 a module's output goes to every layer, or past them     right where a dry run has seen it (the module is then on every stage that
-(``layer(x, embedding)``)                               uses it); else it shows itself: the stand-ins' NaN reaches the loss, and
-                                                        whole numbers, which have no NaN, are refused
+(``layer(x, embedding)``)                               uses it), also of masks and indices that the step makes of it; else the
+                                                        stand-ins' NaN reaches the loss, and whole numbers of a module are refused
+a layer leaves something on an attribute, the step      refused where a dry run has seen it, or a stage comes upon a part, a weight or
+calls a part of one, or uses a weight of it             such an attribute of a layer that it has not
 the loop hands an output on, unchanged, and uses it a   refused where a dry run has seen it, unless no stage begins in between
 second time (``total += probe(x)``)
 ======================================================  ==================================================================
 
 A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``. What cannot be seen is a loop that changes an
-output in place, or, where the step cannot run dry, uses one a second time.
+output in place, or, where the step cannot run dry, uses one a second time, or makes a choice (a mask, ``if``) of what only the first stage
+computes: no number is greater than NaN.
 """
 
 from __future__ import annotations

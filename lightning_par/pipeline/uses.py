@@ -2,11 +2,12 @@
 
 Note [What a dry run sees]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-All floating parameters need a gradient there, and the graph of each segment (see ``segments``) tells which of them it was computed from.
-The graph ends where gradients do. So what the modules beside the layers return is looked at as well, the outermost ones that can be
+All parameters that can have a gradient need one there, and the graph of each segment (see ``segments``) tells which of them it was computed
+from. The graph ends where gradients do. So what the modules beside the layers return is looked at as well, the outermost ones that can be
 called: a floating tensor without a graph (of an encoder under ``no_grad``) is given one, from the module's parameters and what the module
-was given; whole numbers (tokens, labels) cannot have one, so that a module which returns them before the layers must be everywhere. A
-module also counts as used where it is called, since there it must answer.
+was given; whole numbers (tokens, labels) cannot have one, so that a module which returns them before the layers must be everywhere. What
+the step itself makes of a module's output without a graph (a mask, an index, what it detaches) is followed by ``origins``: such a module is
+used wherever that is. A module also counts as used where it is called, since there it must answer.
 
 What a layer returned begins a graph; if that is found in a later segment than the next one, the output has been used a second time, a
 skip connection past layers. It is right as long as no stage begins within it. A parameter of a layer, or what its input became, in the
@@ -23,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_par.pipeline.aside import aside, lent
 from lightning_par.pipeline.boundary import has_gradient
+from lightning_par.pipeline.origins import Leaves, Origins, leaves_of
 from lightning_par.pipeline.segments import Segments
 from lightning_par.pipeline.traces import Trace, marks, traces
 
@@ -73,7 +74,9 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
     skips, left, changed = set[tuple[int, int]](), set[tuple[int, int]](), set[Trace]()
 
     def close(segment: int, ends: list[Tensor], entry: Tensor | None) -> None:
-        leaves = _leaves(ends)
+        use(segment, leaves_of(ends) | origins.of(ends), entry)
+
+    def use(segment: int, leaves: Leaves, entry: Tensor | None) -> None:
         found[min(segment, 1) if segment <= count else 2].update(leaves)
         skips.update((segments.behind[leaf], segment - 1) for leaf in leaves & segments.behind.keys() if leaf is not entry)
         left.update((origin[leaf], segment - 1) for origin in (owners, segments.within) for leaf in leaves & origin.keys())
@@ -94,13 +97,17 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
         changed.update(traces(layer, before))
 
     segments = Segments(module, layers, close, watched)
+    origins = Origins(lambda leaves: use(segments.at, leaves, segments.entry))
     with aside(module), lent(list(module.modules()), meta), ExitStack() as hooks:
         for part in _beside(module, layers):
             hooks.callback(part.register_forward_hook(look, with_kwargs=True).remove)
         names = {param: name for name, param in module.named_parameters()}
         owners = _owners(module, layers)
-        with segments.cut(), meta:
-            segments.end(step(tree_map_only(Tensor, lambda tensor: tensor.to(meta), batch)))
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(meta), batch)
+        with segments.cut(), meta, origins:
+            values = step(batch)
+        use(count + 1, origins.of(values), None)
+        segments.end(values)
     return Uses(
         *(frozenset(names[leaf] for leaf in leaves if leaf in names) for leaves in found),
         skips=frozenset(skips),
@@ -151,17 +158,3 @@ def _tied(tensor: Tensor, sources: Iterable[Tensor]) -> Tensor:
         if source.requires_grad:
             tensor = tensor + source.sum().to(tensor.dtype)
     return tensor
-
-
-def _leaves(tensors: Iterable[Tensor]) -> set[Tensor]:
-    """The parameters from which these were computed."""
-    todo: list[Node] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen, leaves = set(todo), set()
-    while todo:
-        node = todo.pop()
-        if hasattr(node, "variable"):
-            leaves.add(node.variable)
-        children = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= children
-        todo += children
-    return leaves

@@ -171,11 +171,13 @@ def test_an_output_used_a_second_time_is_refused_where_a_stage_begins_in_between
 class Leaving(Block):
     """Leaves something behind."""
 
-    left = 0.0
+    left, kept = 0.0, None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         self.left = x.square().mean()
-        return super().forward(x)
+        if self.kept == []:
+            self.kept.append(x.detach())
+        return super().forward(x, *others)
 
 
 def left_by(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
@@ -203,6 +205,46 @@ def scaled(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
     return run(layers, x * layers[1].bias)
 
 
+def shared(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    for i, layer in enumerate(layers):
+        layer.kept = kept if i == 1 else None
+        x = layer(x, *(kept if i == 2 else ()))
+    return x
+
+
+def chosen(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    mask, place, level = (x > 0).to(x.dtype), shift.argmax(-1, keepdim=True), x.detach().mean()
+    for layer in layers:
+        x = layer(x, mask * level, place)
+    return x * (place > 1)
+
+
+def measured(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    seen = torch.zeros_like(x)
+    for layer in layers:
+        x, seen = layer(x, seen)
+    return x + seen
+
+
+class Measuring(Block):
+    """Carries a number without a graph with the hidden state."""
+
+    def forward(self, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), seen + x.detach().square()
+
+
+@pytest.mark.parametrize(("loop", "kind"), [(chosen, Block), (measured, Measuring)])
+def test_what_has_no_gradient_is_right_on_every_stage_that_uses_it(loop: Any, kind: type[Block]) -> None:
+    torch.manual_seed(0)
+    model, x = Looped(loop), torch.randn(5, WIDTH)
+    model.layers = nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(6))
+    placement = place(model, 3, uses=dry_run(model, "layers", model, x))
+    assert (placement.before == ("embed", "shift")) == (loop is measured)
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, placement), model(x))
+
+
 def run(layers: Iterable[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x)
@@ -213,6 +255,7 @@ def run(layers: Iterable[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
     ("loop", "place_of", "wrong", "right"),
     [
         (left_by, "after the layers", (2, 4), (1, 5)),
+        (shared, r"at layers\.2", (2, 4), (3, 3)),
         (hooked, "after the layers", (2, 4), (1, 5)),
         (penalized, "after the layers", (2, 4), (1, 5)),
         (in_parts, r"at layers\.2", (2, 4), (3, 3)),
