@@ -19,11 +19,14 @@ Leaves = frozenset[Tensor]
 
 
 class Origins(TorchFunctionMode):
-    """Inside, remembers origins that no graph tells. ``used`` is told them when something is computed from such a tensor."""
+    """Inside, remembers origins that no graph tells.
 
-    def __init__(self, used: Callable[[Leaves], None]) -> None:
+    ``used`` is told them when something is computed from such a tensor, ``asked`` when the number itself is wanted (``if``, ``.item()``).
+    """
+
+    def __init__(self, used: Callable[[Leaves], None], asked: Callable[[Leaves], None]) -> None:
         super().__init__()
-        self._used = used
+        self._used, self._asked = used, asked
         self._known: dict[Tensor, Leaves] = {}
 
     def of(self, values: Any) -> Leaves:
@@ -32,9 +35,10 @@ class Origins(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, func.__name__
+        if name in _NUMBERS:
+            self._asked(self.of(args) | leaves_of(_tensors(args)))
         output = func(*args, **kwargs)
-        name = func.__name__
         outputs = _tensors(args[0] if name == "__setitem__" else output)
         if not outputs or name.startswith(_LIKE):
             return output
@@ -52,6 +56,8 @@ class Origins(TorchFunctionMode):
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_")
 """Functions that ask a tensor for its shape, dtype and device only."""
+
+_NUMBERS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy")
 
 
 def leaves_of(tensors: Iterable[Tensor]) -> Leaves:

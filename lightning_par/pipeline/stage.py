@@ -36,7 +36,7 @@ second time (``total += probe(x)``)
 ======================================================  ==================================================================
 
 A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``. What cannot be seen is a loop that changes an
-output in place, or, where the step cannot run dry, uses one a second time, or makes a choice (a mask, ``if``) of what only the first stage
+output in place, or, where the step cannot run dry, uses one a second time, or makes a mask or an index of what only the first stage
 computes: no number is greater than NaN.
 """
 

@@ -60,13 +60,22 @@ class Uses:
         return frozenset(place for place in ("before", "inside", "after") if getattr(self, place) & set(parameters))
 
 
-def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: Any) -> Uses:
-    """Run the user's step on a batch without its numbers, and see. Raises what the step raises: it may need numbers.
+class NumbersError(RuntimeError):
+    """The step wants numbers, which a dry run has not; ``uses`` is all that is known: the modules of which it wants them."""
 
-    See Note [What a dry run sees].
+    def __init__(self, uses: Uses) -> None:
+        super().__init__("the step wants numbers of what is computed before the layers")
+        self.uses = uses
+
+
+def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: Any) -> Uses:
+    """Run the user's step on a batch without its numbers, and see. Raises what the step raises. See Note [What a dry run sees].
 
     Args:
         step: takes a batch and returns what comes of it: its loss, or whatever matters.
+
+    Raises:
+        NumbersError: the step has failed, and before that, and before the layers, it wanted a number.
     """
     meta = torch.device("meta")
     count = len(module.get_submodule(layers))
@@ -97,15 +106,23 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
         changed.update(traces(layer, before))
 
     segments = Segments(module, layers, close, watched)
-    origins = Origins(lambda leaves: use(segments.at, leaves, segments.entry))
+    asked: set[Tensor] = set()
+    origins = Origins(
+        lambda leaves: use(segments.at, leaves, segments.entry), lambda leaves: asked.update(leaves) if segments.at == 0 else None
+    )
     with aside(module), lent(list(module.modules()), meta), ExitStack() as hooks:
         for part in _beside(module, layers):
             hooks.callback(part.register_forward_hook(look, with_kwargs=True).remove)
         names = {param: name for name, param in module.named_parameters()}
         owners = _owners(module, layers)
         batch = tree_map_only(Tensor, lambda tensor: tensor.to(meta), batch)
-        with segments.cut(), meta, origins:
-            values = step(batch)
+        try:
+            with segments.cut(), meta, origins:
+                values = step(batch)
+        except Exception as error:
+            if not (wanted := asked & names.keys() - owners.keys()):
+                raise
+            raise NumbersError(Uses(inside=frozenset(names[leaf] for leaf in wanted))) from error
         use(count + 1, origins.of(values), None)
         segments.end(values)
     return Uses(

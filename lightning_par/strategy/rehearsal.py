@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par.comm import Mesh
-from lightning_par.pipeline import LayerCosts, PipelineError, Uses, aside, dry_run, find_layers, weigh
+from lightning_par.pipeline import LayerCosts, NumbersError, PipelineError, Uses, aside, dry_run, find_layers, weigh
 from lightning_par.strategy import seams
 from lightning_par.strategy.steps import Step, StepRunner
 
@@ -69,6 +69,9 @@ class Rehearsal:
         try:
             seen.append(self._seen(self._fn, self._fn))
         except Exception as error:  # whatever it is, the run itself will meet it
+            if isinstance(error, NumbersError):
+                seen.append(error.uses)
+                error = error.__cause__
             rank_zero_info(
                 f"the step could not be run dry ({type(error).__name__}: {error}), so modules stand before or after the pipeline's "
                 "layers as they are registered, or as pipeline_before and pipeline_after of the model say"

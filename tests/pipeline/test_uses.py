@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_par.pipeline import PipelineError, Uses, dry_run, place
+from lightning_par.pipeline import NumbersError, PipelineError, Uses, dry_run, place
 from lightning_par.pipeline.aside import aside, lent
 from lightning_par.recipes.gpt import GPT, GPTConfig
 from tests.pipeline.models import through_the_stages
@@ -241,6 +241,22 @@ def test_what_has_no_gradient_is_right_on_every_stage_that_uses_it(loop: Any, ki
     model.layers = nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(6))
     placement = place(model, 3, uses=dry_run(model, "layers", model, x))
     assert (placement.before == ("embed", "shift")) == (loop is measured)
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, placement), model(x))
+
+
+def branched(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    factor = 2.0 if x.mean() > -9 else 3.0
+    return run(layers, x + shift) * factor
+
+
+def test_a_module_of_whose_output_the_step_wants_numbers_is_on_every_stage() -> None:
+    torch.manual_seed(0)
+    model, x = Looped(branched), torch.randn(5, WIDTH)
+    with pytest.raises(NumbersError) as error:
+        dry_run(model, "layers", model, x)
+    placement = place(model, 3, uses=error.value.uses)
+    assert (placement.before, placement.after) == (("shift",), ("head",))
     with torch.no_grad():
         assert torch.equal(through_the_stages(model, x, placement), model(x))
 
