@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_par.pipeline.boundary import has_gradient
+
 Restore = Callable[[], None]
 
 
@@ -31,14 +33,14 @@ def aside(module: nn.Module) -> Iterator[None]:
 def lent(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
     """Inside, these modules (themselves, not those in them) have parameters and buffers on ``device``; buffers are copies in any case.
 
-    On the meta device every parameter is one of its own, ties are cut, and all floating ones need a gradient: what is used can then be
+    On the meta device every parameter is one of its own, ties are cut, and all that can have a gradient need one: what is used can then be
     told from a graph, by the module through which it was.
     """
     with ExitStack() as stack:
         for module in modules:
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and parameter.device != device:
-                    needs = parameter.is_floating_point() if device.type == "meta" else parameter.requires_grad
+                    needs = has_gradient(parameter.dtype) if device.type == "meta" else parameter.requires_grad
                     setattr(module, name, nn.Parameter(parameter.detach().to(device), requires_grad=needs))
                     stack.callback(setattr, module, name, parameter)
             for name, buffer in list(module._buffers.items()):

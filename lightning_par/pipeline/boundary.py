@@ -2,8 +2,9 @@
 
 A layer may return a tensor (most do, and it need not be taken apart), or any nesting of tuples, lists and dicts of tensors and plain
 values. Its *form* is the same nesting with a ``TensorForm`` in place of each tensor: plain data that compares equal, pickles, and tells
-the receiver what to allocate. The tensors travel in the order of the nesting. Gradients come back for the floating ones, always for all
-of them: whether a gradient exists must not depend on what one side happens to have frozen. Where autograd found none, zeros are sent.
+the receiver what to allocate. The tensors travel in the order of the nesting. Gradients come back for the floating and complex ones,
+always for all of them: whether a gradient exists must not depend on what one side happens to have frozen. Where autograd found none, zeros
+are sent.
 """
 
 from __future__ import annotations
@@ -36,17 +37,31 @@ class TensorForm:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype can have a gradient: floating and complex ones."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether this may be in a layer's output: a tensor or a plain value."""
+    return isinstance(leaf, (Tensor, *PLAIN))
+
+
 def form_of(output: Any) -> Any:
     """The form of a layer's output. Values that are neither tensors nor plain are refused."""
     if isinstance(output, Tensor):
         return TensorForm(tuple(output.shape), output.dtype)
     for leaf in tree_leaves(output):
-        if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise PipelineError(
-                f"the last layer of a stage returns a {type(leaf).__name__}, which cannot be handed to the next stage: layers may return "
-                "tensors and plain values (for transformers models, set config.use_cache=False)"
-            )
+        if not is_plain(leaf):
+            raise cannot_be_handed(type(leaf).__name__, "the last layer of a stage")
     return tree_map_only(Tensor, lambda tensor: TensorForm(tuple(tensor.shape), tensor.dtype), output)
+
+
+def cannot_be_handed(kind: str, giver: str) -> PipelineError:
+    return PipelineError(
+        f"{giver} returns a {kind}, which cannot be handed to the next stage: layers may return tensors and plain values, in tuples, lists "
+        "and dicts, and what torch.export.register_dataclass was told of (for transformers models, set config.use_cache=False)"
+    )
 
 
 def tensors_of(output: Any) -> list[Tensor]:
@@ -65,7 +80,7 @@ def tensor_forms(form: Any) -> list[TensorForm]:
 
 def gradient_forms(form: Any) -> list[TensorForm]:
     """What is sent backward."""
-    return [leaf for leaf in tensor_forms(form) if leaf.dtype.is_floating_point]
+    return [leaf for leaf in tensor_forms(form) if has_gradient(leaf.dtype)]
 
 
 def rebuild(form: Any, tensors: Iterable[Tensor]) -> Any:
@@ -89,16 +104,16 @@ class Inlet:
     """
 
     def __init__(self, received: list[Tensor], *, grad: bool) -> None:
-        floating = [tensor for tensor in received if tensor.is_floating_point()]
-        self._forms = [form_of(tensor) for tensor in floating]
-        self._device = next((tensor.device for tensor in floating), None)
+        smooth = [tensor for tensor in received if has_gradient(tensor.dtype)]
+        self._forms = [form_of(tensor) for tensor in smooth]
+        self._device = next((tensor.device for tensor in smooth), None)
         self._grads: tuple[Tensor, ...] | None = None
         self.entry = torch.empty(0, requires_grad=True)
-        entered = iter(_Enter.apply(self.entry, self, tuple(floating)) if grad and floating else floating)
-        self.tensors = [next(entered) if tensor.is_floating_point() else tensor for tensor in received]
+        entered = iter(_Enter.apply(self.entry, self, tuple(smooth)) if grad and smooth else smooth)
+        self.tensors = [next(entered) if has_gradient(tensor.dtype) else tensor for tensor in received]
 
     def take_gradients(self) -> list[Tensor]:
-        """The gradients of the floating tensors, after backward, as they are sent; zeros where nothing depended on them."""
+        """The gradients of the tensors that can have one, after backward, as they are sent; zeros where nothing depended on them."""
         if self._grads is None:
             return [torch.zeros(form.shape, dtype=form.dtype, device=self._device) for form in self._forms]
         grads, self._grads = self._grads, None
@@ -120,6 +135,6 @@ class _Enter(torch.autograd.Function):
 
 
 def edges_of(output: Any) -> list[GradientEdge | None]:
-    """Where gradients enter the graph of a stage's floating outputs, None where one needs no gradient. Holds the graph, not the output."""
-    floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating]
+    """Where gradients enter the graph of a stage's outputs, None where one needs no gradient. Holds the graph, not the output."""
+    smooth = [tensor for tensor in tensors_of(output) if has_gradient(tensor.dtype)]
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in smooth]

@@ -23,6 +23,7 @@ from lightning_par.pipeline.boundary import (
     edges_of,
     form_of,
     gradient_forms,
+    has_gradient,
     messages_of,
     rebuild,
     tensor_forms,
@@ -88,7 +89,7 @@ class Pipeline:
         for name, first in everything:
             holders[first].update(rank_of[stage] for stage in placement.stages_of(name))
         pairs = {pair for a, b in pairwise(rank_of) if a != b for pair in ((a, b), (b, a))}
-        stage_layers = cut(module, placement, order.stages_of(group.index, group.size, chunks))
+        stage_layers = cut(module, placement, order.stages_of(group.index, group.size, chunks), uses.traces if uses else ())
         return cls(
             module=module,
             layers=stage_layers,
@@ -317,4 +318,4 @@ class _Step:
 
 
 def _has_nan(tensors: Sequence[Tensor]) -> bool:
-    return any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point())
+    return any(bool(tensor.isnan().any()) for tensor in tensors if has_gradient(tensor.dtype))

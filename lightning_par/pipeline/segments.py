@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
-from typing_extensions import override
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from lightning_par.pipeline.boundary import Inlet
-from lightning_par.pipeline.stage import StandIn
+from lightning_par.pipeline.boundary import Inlet, is_plain
+from lightning_par.pipeline.shown import Shown
 
 Close = Callable[[int, list[Tensor], Tensor | None], None]
 """Told where a segment ends: its number, the tensors of its end that need a gradient, and the leaf behind its beginning."""
@@ -34,18 +34,25 @@ class Segments:
     ) -> None:
         self._list, self._close, self._at_work = module.get_submodule(layers), close, at_work
         self._last = len(self._list) + 1
-        self._entry: Tensor | None = None
+        self.entry: Tensor | None = None
+        """The leaf behind its beginning."""
+        self.at = 0
+        """The segment that runs."""
         self.ran: set[int] = set()
         """Layers that ran."""
         self.behind: dict[Tensor, int] = {}
         """The layer behind whose output a leaf is, for each leaf there."""
+        self.within: dict[Tensor, int] = {}
+        """The layer into which a leaf leads, for each leaf before a layer."""
+        self.opaque: dict[int, Any] = {}
+        """By layer, what is in its output that is neither a tensor nor plain: it could not be cut there."""
 
     @contextmanager
     def cut(self) -> Iterator[None]:
         """Inside, the list holds stand-ins that cut."""
         before = dict(self._list._modules)
         for i, (name, layer) in enumerate(before.items()):
-            self._list._modules[name] = _Cut(layer, i, self)
+            self._list._modules[name] = _Cut(layer, _index=i, _segments=self)
         try:
             yield
         finally:
@@ -54,45 +61,49 @@ class Segments:
     def end(self, values: Any) -> None:
         """The step has come to its end with these values: its loss, or whatever matters."""
         self._turn(self._last, values)
-        self._entry = None
+        self.entry = None
 
     def around(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer as a segment."""
         args, kwargs = self._turn(index + 1 if index else 0, (args, kwargs))
+        if self.entry is not None:
+            self.within[self.entry] = index
+        self.at = index + 1
         self.ran.add(index)
         with self._at_work(layer), saved_tensors_hooks(_itself, _itself):  # who checkpoints the layer must not see this
-            output = self._turn(index + 1, layer(*args, **kwargs))
-        if self._entry is not None:
-            self.behind[self._entry] = index
+            output = layer(*args, **kwargs)
+            self.opaque.update((index, leaf) for leaf in tree_leaves(output) if not is_plain(leaf))
+            output = self._turn(index + 1, tree_map_only(Tensor, _afresh, output))
+        self.at = index + 2
+        if self.entry is not None:
+            self.behind[self.entry] = index
         return output
 
     def _turn(self, segment: int, values: Any) -> Any:
         """The same values, at the beginning of the next segment's graph."""
         ends = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self._close(segment, ends, self._entry)
+        self._close(segment, ends, self.entry)
         if not ends:
-            self._entry = None
+            self.entry = None
             return values
-        inlet = Inlet([tensor.detach() for tensor in ends], grad=True)
-        self._entry = inlet.entry
+        with torch._C.DisableTorchFunction():  # nobody shall see where these come from
+            inlet = Inlet([tensor.detach() for tensor in ends], grad=True)
+        self.entry = inlet.entry
         begins = iter(inlet.tensors)
         return tree_map(lambda leaf: next(begins) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, values)
 
 
-class _Cut(StandIn):
-    """A layer, for ``isinstance`` too, that is run as a segment."""
+class _Cut(Shown):
+    """A layer that is run as a segment."""
 
-    def __init__(self, layer: nn.Module, index: int, segments: Segments) -> None:
-        super().__init__(layer)
-        self._hide(_index=index, _segments=segments, training=layer.training)
-
-    @property
-    def __class__(self) -> type[nn.Module]:
-        return type(self._stands_for)
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._segments.around(self._index, self._stands_for, args, kwargs)
+
+
+def _afresh(tensor: Tensor) -> Tensor:
+    """A layer's output as the next stage gets it: nothing is known of it but that."""
+    with torch._C.DisableTorchFunction():
+        return tensor if tensor.requires_grad else tensor.view_as(tensor)
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -33,8 +33,11 @@ from torch import nn
 
 from lightning_par.layout import Span
 from lightning_par.numerics import Apart
+from lightning_par.pipeline.boundary import cannot_be_handed
 from lightning_par.pipeline.errors import PipelineError
+from lightning_par.pipeline.shown import HOW_TO_CARRY
 from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, LayerList, StageLayers
+from lightning_par.pipeline.traces import Trace
 from lightning_par.pipeline.uses import Uses
 from lightning_par.pipeline.weigh import LayerCosts
 
@@ -109,9 +112,11 @@ def place(
         uses: what a dry run has seen.
 
     Raises:
-        PipelineError: the module has no layer list, one that cannot be spread so, or a skip connection from one stage past the next.
+        PipelineError: the module has no layer list, one that cannot be spread so or does more than run its layers, or a skip connection
+            from one stage past the next.
     """
     name = find_layers(module, layers)
+    _check_list(module.get_submodule(name), name)
     members = module.get_submodule(name)._modules
     blocks = list(members.values())
     if len(blocks) < stages:
@@ -133,16 +138,47 @@ def place(
             )
         spans = [Span(stop - size, stop) for size, stop in zip(balance, accumulate(balance), strict=True)]
     placement = Placement(name, tuple(members), tuple(spans), tuple(before), tuple(after))
-    _check_skips(placement, uses or Uses())
+    _check_between(placement, uses or Uses())
     return placement
 
 
-def _check_skips(placement: Placement, uses: Uses) -> None:
-    """No stage begins within a skip connection: all that it knows of earlier layers is what the last of them returned."""
+def _check_list(layers: nn.Module, name: str) -> None:
+    """Each stage runs some members of the list, and the list is never called as a whole: it must be no more than the chain of them."""
+    stock = nn.Sequential if isinstance(layers, nn.Sequential) else nn.ModuleList
+    own = [part for part in _OF_A_LIST if part in vars(layers) or getattr(type(layers), part) is not getattr(stock, part)]
+    own += [kind.strip("_").replace("_", " ") for kind in _HOOKS if getattr(layers, kind)]
+    if own:
+        raise PipelineError(
+            f"{name} is a {type(layers).__name__} with {', '.join(own)} of its own, which no stage would run: a stage has only some of "
+            "the layers. Do it in the forward of the module that holds the list (for layer in self.layers: x = layer(x)) or in a layer, "
+            f"with a plain nn.{stock.__name__}; or name another list, pipeline_layers = 'model.blocks' on your module; or use pp=1"
+        )
+
+
+_OF_A_LIST = ("forward", "__call__", "__iter__", "__getitem__", "__len__")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _check_between(placement: Placement, uses: Uses) -> None:
+    """All that a stage knows of earlier layers is what the last of them returned: nothing skips it, nothing is left behind."""
+    names = [f"{placement.layers}.{name}" for name in placement.members]
+    opaque = dict(uses.opaque)
+    for span in placement.spans[:-1]:
+        if (last := span.stop - 1) in opaque:
+            raise cannot_be_handed(opaque[last], names[last])
+    stage_of = {i: stage for stage, span in enumerate(placement.spans) for i in range(span.start, span.stop)}
+    stage_of |= {-1: 0, len(names): len(placement.spans) - 1}
+    for layer, user in sorted(uses.left):
+        if stage_of[layer] != stage_of[user]:
+            place = f"at {names[user]}" if 0 <= user < len(names) else "after the layers" if user > 0 else "before the layers"
+            raise PipelineError(
+                f"{names[layer]} is used {place} by another way than the output of its call, but that is on another pipeline stage: "
+                "what it computed and left on an attribute or in a hook (router logits, an auxiliary loss), a part of it called by itself, "
+                f"or its weights. So {HOW_TO_CARRY}; a penalty on weights is the optimizer's weight_decay; or use pp=1"
+            )
     for giver, user in sorted(uses.skips):
         for span in placement.spans[1:]:
             if giver + 1 < span.start <= user:
-                names = [f"{placement.layers}.{name}" for name in placement.members]
                 place = f"at {names[user]}" if user < len(names) else "after the layers"
                 raise PipelineError(
                     f"the output of {names[giver]} is used again {place}, but a pipeline stage begins between them, at "
@@ -151,10 +187,13 @@ def _check_skips(placement: Placement, uses: Uses) -> None:
                 )
 
 
-def cut(module: nn.Module, placement: Placement, stages: Collection[int]) -> StageLayers:
-    """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere."""
+def cut(module: nn.Module, placement: Placement, stages: Collection[int], traces: Collection[Trace] = ()) -> StageLayers:
+    """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere.
+
+    ``traces`` are attributes that layers are known to change as they run.
+    """
     spans = {stage: placement.spans[stage] for stage in stages}
-    layers = StageLayers(module.get_submodule(placement.layers), spans, stages=len(placement.spans), name=placement.layers)
+    layers = StageLayers(module.get_submodule(placement.layers), spans, stages=len(placement.spans), name=placement.layers, traces=traces)
     _replace(module, placement.layers, layers)
     here = [*(placement.before if 0 in spans else ()), *(placement.after if len(placement.spans) - 1 in spans else ())]
     for name in dict.fromkeys([*placement.before, *placement.after]):

@@ -27,20 +27,23 @@ the loop keeps what a layer returns besides the         refused: within a stage,
 hidden state (``x, aux = layer(x); total += aux``)      state) must be given to the next layer. The layers of earlier stages all
                                                         answer with the same output, so a sum over layers would be wrong
 a module's output goes to every layer, or past them     right where a dry run has seen it (the module is then on every stage that
-(``layer(x, embedding)``)                               uses it); else it shows itself: the stand-ins' NaN reaches the loss, and
-                                                        whole numbers, which have no NaN, are refused
+(``layer(x, embedding)``)                               uses it), also of masks and indices that the step makes of it; else the
+                                                        stand-ins' NaN reaches the loss, and whole numbers of a module are refused
+a layer leaves something on an attribute, the step      refused where a dry run has seen it, or a stage comes upon a part, a weight or
+calls a part of one, or uses a weight of it             such an attribute of a layer that it has not
 the loop hands an output on, unchanged, and uses it a   refused where a dry run has seen it, unless no stage begins in between
 second time (``total += probe(x)``)
 ======================================================  ==================================================================
 
 A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``. What cannot be seen is a loop that changes an
-output in place, or, where the step cannot run dry, uses one a second time.
+output in place, or, where the step cannot run dry, uses one a second time, or makes a mask or an index of what only the first stage
+computes: no number is greater than NaN.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,8 +57,10 @@ from typing_extensions import override
 
 from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
-from lightning_par.pipeline.boundary import PLAIN, form_of, tensors_of
+from lightning_par.pipeline.boundary import form_of, has_gradient, is_plain, tensors_of
 from lightning_par.pipeline.errors import PipelineError
+from lightning_par.pipeline.shown import HOW_TO_CARRY, Elsewhere, Shown, not_here, seen_from_afar
+from lightning_par.pipeline.traces import Trace, marks, traces
 
 KNOWN = 1000
 """Calls that a stand-in remembers: plain values that never come again (a count of steps) must not fill memory."""
@@ -115,7 +120,7 @@ class BeforeLayers(StandIn):
             part = BeforeLayers.__new__(BeforeLayers)
             part._begin(value, self._nan, self._known, is_part=True)
             return part
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and has_gradient(value.dtype):
             return self._nan.to(value.dtype).expand(value.shape)
         return partial(self._answer, value) if ismethod(value) and value.__self__ is self._stands_for else value
 
@@ -150,7 +155,7 @@ class BeforeLayers(StandIn):
 
     def _filled(self, meta: Tensor) -> Tensor:
         """NaN, with memory of its own: the model may work in place on it."""
-        if not meta.is_floating_point():
+        if not has_gradient(meta.dtype):
             raise PipelineError(
                 f"{type(self._stands_for).__name__} lives on the first pipeline stage, and returns a tensor of {meta.dtype}: other stages "
                 "cannot know it, nor mark it as unknown. In the forward of a module that is called before the layers it is computed on "
@@ -164,7 +169,7 @@ class BeforeLayers(StandIn):
         """Follow ``to``, ``half`` and the like: the device and dtype that outputs will have."""
         self._hide(_nan=fn(self._nan))
         self._known.clear()
-        self._stands_for.to(self._nan.dtype)
+        self._stands_for._apply(lambda tensor: tensor.to(self._nan.dtype) if tensor.is_floating_point() else tensor)
         return self
 
     @override
@@ -182,6 +187,11 @@ class AfterLayers(StandIn):
         self._hide(_name=name)
 
     @override
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return seen_from_afar(value, f"{self._name}.{name}", _anything)
+
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PipelineError(
             f"{self._name} lives on the last pipeline stage, but another stage has come to it. On every other stage the step must end "
@@ -190,35 +200,23 @@ class AfterLayers(StandIn):
         )
 
 
-class _OtherLayer(StandIn):
+def _anything(name: str) -> None:
+    """Any attribute may be read."""
+
+
+class _OtherLayer(Elsewhere):
     """A layer that is not of the active stage."""
 
-    def __init__(self, module: nn.Module, index: int, answer: Callable[[int, Any], Any]) -> None:
-        super().__init__(module)
-        self._hide(_index=index, _answer=answer)
-
     @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._answer(self._index, (args, kwargs))
 
 
-class _OwnLayer(StandIn):
-    """A layer of the active stage: the layer itself, for ``isinstance`` too; what it is given is checked, its output kept."""
+class _OwnLayer(Shown):
+    """A layer of the active stage: what it is given is checked, its output kept."""
 
-    def __init__(self, layer: nn.Module, index: int, check: Callable[[int, Any], None], keep: Callable[[int, Any], None]) -> None:
-        super().__init__(layer)
-        self._hide(_index=index, _check=check, _keep=keep, training=layer.training)
-
-    @property
-    def __class__(self) -> type[nn.Module]:
-        return type(self._stands_for)
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._check(self._index, (args, kwargs))
-        output = self._stands_for(*args, **kwargs)
-        self._keep(self._index, output)
-        return output
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._index, self._stands_for, args, kwargs)
 
 
 @dataclass
@@ -229,6 +227,7 @@ class _Pass:
     received: Any
     reached: Callable[[], None]
     exits: bool  # whether a stage follows
+    watches: bool  # whether to look for attributes that layers change
     ran: int = -1  # the layer of this stage that ran last
     output: Any = None  # what it returned
     passed: set[int] = field(default_factory=set)  # layers of earlier stages that were called
@@ -250,9 +249,10 @@ class StageLayers(nn.ModuleList):
         spans: the layers of each stage of this rank, by stage.
         stages: how many stages there are in all.
         name: what the list is called in the model, for messages.
+        traces: attributes that layers are known to change as they run.
     """
 
-    def __init__(self, layers: LayerList, spans: Mapping[int, Span], *, stages: int, name: str) -> None:
+    def __init__(self, layers: LayerList, spans: Mapping[int, Span], *, stages: int, name: str, traces: Iterable[Trace] = ()) -> None:
         super().__init__()
         local = {i for span in spans.values() for i in range(span.start, span.stop)}
         self._keys = tuple(layers._modules)
@@ -261,9 +261,14 @@ class StageLayers(nn.ModuleList):
         copies = [layer if i in local else on_meta(layer) for i, layer in enumerate(layers)]
         self._spans, self._stages, self._name = dict(spans), stages, name
         self._kind = nn.Sequential if isinstance(layers, nn.Sequential) else nn.ModuleList
-        self._others = tuple(_OtherLayer(layer, i, self._outside) for i, layer in enumerate(copies))
+        self._others = tuple(
+            _OtherLayer(layer, f"{name}.{key}", self._look, _index=i, _answer=self._outside)
+            for i, (key, layer) in enumerate(zip(self._keys, copies, strict=True))
+        )
         self._own: dict[int, _OwnLayer] = {}  # made as they are first seen
         self._now: _Pass | None = None
+        self._traces = set(traces)
+        self._watched: set[tuple[int, bool, bool]] = set()  # stages and modes in which layers were watched for more
 
     @contextmanager
     def active(self, stage: int, received: Any, reached: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -273,11 +278,13 @@ class StageLayers(nn.ModuleList):
         """
         if self._now is not None:
             raise PipelineError("a pipeline step was started inside another")
-        self._now = _Pass(self._spans[stage], received, reached, exits=stage < self._stages - 1)
+        kind = stage, self.training, torch.is_grad_enabled()
+        self._now = _Pass(self._spans[stage], received, reached, exits=stage < self._stages - 1, watches=kind not in self._watched)
         try:
             yield
         finally:
             self._now = None
+            self._watched.add(kind)
 
     @override
     def __len__(self) -> int:
@@ -286,6 +293,24 @@ class StageLayers(nn.ModuleList):
     @override
     def __iter__(self) -> Iterator[nn.Module]:
         return (self._at(i) for i in range(len(self)))
+
+    @override
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Within a step, all layers, as the loop sees them."""
+        return super().named_children() if self._now is None else iter([(key, self._at(i)) for i, key in enumerate(self._keys)])
+
+    @override
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the layers of this rank, which within a step would pass for all of them."""
+        if self._stages > 1:
+            self._look(f"{self._name}.parameters()")
+        return super().named_parameters(*args, **kwargs)
+
+    @override
+    def train(self, mode: bool = True) -> StageLayers:
+        for layer in self._others:
+            layer.train(mode)
+        return super().train(mode)
 
     @override
     def __getitem__(self, index: int | slice) -> nn.Module:
@@ -311,17 +336,37 @@ class StageLayers(nn.ModuleList):
         if not span.start <= index < span.stop:
             return self._others[index]
         layer = self._modules[self._keys[index]]
-        if not self._now.exits:
-            return layer
         own = self._own.get(index)
         if own is None or own._stands_for is not layer:  # else somebody has put another layer there
-            own = self._own[index] = _OwnLayer(layer, index, self._check_extras, self._keep)
-        own._hide(training=layer.training)
+            own = self._own[index] = _OwnLayer(layer, _index=index, _run=self._run)
         return own
 
-    def _keep(self, index: int, output: Any) -> None:
-        if self._now is not None:  # None while activation checkpointing runs the layer again
-            self._now.ran, self._now.output = index, output
+    def _look(self, name: str) -> None:
+        """An attribute of a layer of another stage is read."""
+        if self._now is None:
+            return
+        if name.endswith("parameters()"):
+            raise not_here(name)
+        key, _, path = name.removeprefix(self._name + ".").partition(".")
+        if (type(self._others[self._keys.index(key)]._stands_for).__qualname__, path) in self._traces:
+            raise PipelineError(
+                f"{name} is read, which {self._name}.{key} sets as it runs, but that is on another pipeline stage. If it is needed (an "
+                f"auxiliary loss), {HOW_TO_CARRY}; or use pp=1"
+            )
+
+    def _run(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer of the active stage."""
+        now = self._now
+        if now is None:  # activation checkpointing runs it again
+            return layer(*args, **kwargs)
+        if now.exits:
+            self._check_extras(index, (args, kwargs))
+        before = marks(layer) if now.watches and self._stages > 1 else None
+        output = layer(*args, **kwargs)
+        if before is not None:
+            self._traces |= traces(layer, before)
+        now.ran, now.output = index, output
+        return output
 
     def _outside(self, index: int, given: Any) -> Any:
         """The answer of a layer that is not of the active stage."""
@@ -352,6 +397,7 @@ class StageLayers(nn.ModuleList):
 
     def _check_chain(self, now: _Pass, given: Any) -> None:
         """Where a stage ends, nothing but its last layer's own output may go on, and all of it. See Note [The unmodified forward]."""
+        form_of(now.output)  # refuses what no stage can hand on
         if not tensors_of(now.output) or 0 in _missing(now.output, given):
             raise PipelineError(
                 f"{self._name}.{now.span.stop} is not given what {self._name}.{now.span.stop - 1} returned: the model changes the hidden "
@@ -362,7 +408,8 @@ class StageLayers(nn.ModuleList):
     def _check_extras(self, index: int, given: Any) -> None:
         """What the layer before returned besides the hidden state is given to this one. See Note [The unmodified forward]."""
         now = self._now
-        if now is None or now.ran != index - 1 or isinstance(now.output, Tensor):
+        assert now is not None
+        if now.ran != index - 1 or isinstance(now.output, Tensor):
             return
         missing = [place for place in _missing(now.output, given) if place > 0]
         if missing:
@@ -386,7 +433,7 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def _is_plain(leaves: Sequence[Any]) -> bool:
-    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+    return all(is_plain(leaf) for leaf in leaves)
 
 
 def _missing(output: Any, given: Any) -> list[int]:

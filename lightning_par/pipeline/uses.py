@@ -2,30 +2,35 @@
 
 Note [What a dry run sees]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-All floating parameters need a gradient there, and the graph of each segment (see ``segments``) tells which of them it was computed from.
-The graph ends where gradients do. So what the modules beside the layers return is looked at as well, the outermost ones that can be
+All parameters that can have a gradient need one there, and the graph of each segment (see ``segments``) tells which of them it was computed
+from. The graph ends where gradients do. So what the modules beside the layers return is looked at as well, the outermost ones that can be
 called: a floating tensor without a graph (of an encoder under ``no_grad``) is given one, from the module's parameters and what the module
-was given; whole numbers (tokens, labels) cannot have one, so that a module which returns them before the layers must be everywhere. A
-module also counts as used where it is called, since there it must answer.
+was given; whole numbers (tokens, labels) cannot have one, so that a module which returns them before the layers must be everywhere. What
+the step itself makes of a module's output without a graph (a mask, an index, what it detaches) is followed by ``origins``: such a module is
+used wherever that is. A module also counts as used where it is called, since there it must answer.
 
 What a layer returned begins a graph; if that is found in a later segment than the next one, the output has been used a second time, a
-skip connection past layers. It is right as long as no stage begins within it.
+skip connection past layers. It is right as long as no stage begins within it. A parameter of a layer, or what its input became, in the
+segment of another one has come there past the layer's output: the layer left it behind on an attribute or in a hook, a part of it was
+called by itself, or the step works with its weights. That is right as long as both are on one stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_par.pipeline.aside import aside, lent
+from lightning_par.pipeline.boundary import has_gradient
+from lightning_par.pipeline.origins import Leaves, Origins, leaves_of
 from lightning_par.pipeline.segments import Segments
+from lightning_par.pipeline.traces import Trace, marks, traces
 
 
 @dataclass(frozen=True)
@@ -33,54 +38,110 @@ class Uses:
     """Parameters by where they are used: before the layers, inside (or between) them, after them.
 
     A name is that of the module through which one was used: of a tie, each module uses its own. ``skips`` are pairs of a layer and a later
-    one (as many as there are layers: what comes after them) that uses its output, too.
+    one (as many as there are layers: what comes after them) that uses its output, too. ``left`` are such pairs (-1: what comes before the
+    layers) where a layer, a weight of it, or what it computed is used, but for its output. ``opaque`` are layers that return something
+    besides tensors and plain values, and its type. ``traces`` are attributes that a layer changes as it runs.
     """
 
     before: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
     after: frozenset[str] = frozenset()
     skips: frozenset[tuple[int, int]] = frozenset()
+    left: frozenset[tuple[int, int]] = frozenset()
+    opaque: frozenset[tuple[int, str]] = frozenset()
+    traces: frozenset[Trace] = frozenset()
+
+    def __or__(self, other: Uses) -> Uses:
+        """What several steps do."""
+        return Uses(**{field.name: getattr(self, field.name) | getattr(other, field.name) for field in fields(self)})
 
     def of(self, parameters: Collection[str]) -> frozenset[str]:
         """Where any of these is used."""
         return frozenset(place for place in ("before", "inside", "after") if getattr(self, place) & set(parameters))
 
 
-def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: Any) -> Uses:
-    """Run the user's step on a batch without its numbers, and see. Raises what the step raises: it may need numbers.
+class NumbersError(RuntimeError):
+    """The step wants numbers, which a dry run has not; ``uses`` is all that is known: the modules of which it wants them."""
 
-    See Note [What a dry run sees].
+    def __init__(self, uses: Uses) -> None:
+        super().__init__("the step wants numbers of what is computed before the layers")
+        self.uses = uses
+
+
+def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: Any) -> Uses:
+    """Run the user's step on a batch without its numbers, and see. Raises what the step raises. See Note [What a dry run sees].
 
     Args:
         step: takes a batch and returns what comes of it: its loss, or whatever matters.
+
+    Raises:
+        NumbersError: the step has failed, and before that, and before the layers, it wanted a number.
     """
     meta = torch.device("meta")
     count = len(module.get_submodule(layers))
     before, inside, after = found = set[Tensor](), set[Tensor](), set[Tensor]()
-    skips: set[tuple[int, int]] = set()
+    skips, left, changed = set[tuple[int, int]](), set[tuple[int, int]](), set[Trace]()
 
     def close(segment: int, ends: list[Tensor], entry: Tensor | None) -> None:
-        leaves = _leaves(ends)
+        use(segment, leaves_of(ends) | origins.of(ends), entry)
+
+    def use(segment: int, leaves: Leaves, entry: Tensor | None) -> None:
         found[min(segment, 1) if segment <= count else 2].update(leaves)
         skips.update((segments.behind[leaf], segment - 1) for leaf in leaves & segments.behind.keys() if leaf is not entry)
+        left.update((origin[leaf], segment - 1) for origin in (owners, segments.within) for leaf in leaves & origin.keys())
 
     def look(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         own = set(part.parameters())
         (before if not segments.ran else inside if len(segments.ran) < count else after).update(own)
         sources = [*own, *_tensors((args, kwargs))]
         loose = [tensor for tensor in _tensors(output) if not tensor.requires_grad]
-        if len(segments.ran) < count and not all(tensor.is_floating_point() for tensor in loose):
+        if len(segments.ran) < count and not all(has_gradient(tensor.dtype) for tensor in loose):
             inside.update(own)
         return tree_map_only(Tensor, lambda tensor: _tied(tensor, sources), output) if loose else output
 
-    segments = Segments(module, layers, close)
+    @contextmanager
+    def watched(layer: nn.Module) -> Iterator[None]:
+        before = marks(layer)
+        yield
+        changed.update(traces(layer, before))
+
+    segments = Segments(module, layers, close, watched)
+    asked: set[Tensor] = set()
+    origins = Origins(
+        lambda leaves: use(segments.at, leaves, segments.entry), lambda leaves: asked.update(leaves) if segments.at == 0 else None
+    )
     with aside(module), lent(list(module.modules()), meta), ExitStack() as hooks:
         for part in _beside(module, layers):
             hooks.callback(part.register_forward_hook(look, with_kwargs=True).remove)
         names = {param: name for name, param in module.named_parameters()}
-        with segments.cut(), meta:
-            segments.end(step(tree_map_only(Tensor, lambda tensor: tensor.to(meta), batch)))
-    return Uses(*(frozenset(names[leaf] for leaf in leaves if leaf in names) for leaves in found), frozenset(skips))
+        owners = _owners(module, layers)
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(meta), batch)
+        try:
+            with segments.cut(), meta, origins:
+                values = step(batch)
+        except Exception as error:
+            if not (wanted := asked & names.keys() - owners.keys()):
+                raise
+            raise NumbersError(Uses(inside=frozenset(names[leaf] for leaf in wanted))) from error
+        use(count + 1, origins.of(values), None)
+        segments.end(values)
+    return Uses(
+        *(frozenset(names[leaf] for leaf in leaves if leaf in names) for leaves in found),
+        skips=frozenset(skips),
+        left=frozenset((layer, user) for layer, user in left if layer != user),
+        opaque=frozenset((layer, type(leaf).__name__) for layer, leaf in segments.opaque.items()),
+        traces=frozenset(changed),
+    )
+
+
+def _owners(module: nn.Module, layers: str) -> dict[Tensor, int]:
+    """The layer of each parameter that belongs to one layer alone."""
+    owners: dict[Tensor, set[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        inside = name.startswith(layers + ".")
+        owners.setdefault(param, set()).add(name.removeprefix(layers + ".").split(".")[0] if inside else "")
+    places = {name: i for i, name in enumerate(module.get_submodule(layers)._modules)}
+    return {param: places[next(iter(names))] for param, names in owners.items() if len(names) == 1 and "" not in names}
 
 
 def _beside(module: nn.Module, layers: str) -> Iterator[nn.Module]:
@@ -108,23 +169,9 @@ def _tensors(values: Any) -> list[Tensor]:
 @torch.enable_grad()
 def _tied(tensor: Tensor, sources: Iterable[Tensor]) -> Tensor:
     """A tensor without a graph, with one from these."""
-    if tensor.requires_grad or not tensor.is_floating_point():
+    if tensor.requires_grad or not has_gradient(tensor.dtype):
         return tensor
     for source in sources:
         if source.requires_grad:
             tensor = tensor + source.sum().to(tensor.dtype)
     return tensor
-
-
-def _leaves(tensors: Iterable[Tensor]) -> set[Tensor]:
-    """The parameters from which these were computed."""
-    todo: list[Node] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen, leaves = set(todo), set()
-    while todo:
-        node = todo.pop()
-        if hasattr(node, "variable"):
-            leaves.add(node.variable)
-        children = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= children
-        todo += children
-    return leaves

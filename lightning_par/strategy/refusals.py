@@ -26,6 +26,12 @@ def module_violations(layout: ParallelLayout, module: pl.LightningModule) -> lis
             place(module, layout.pp * layout.chunks, balance="parameters" if measured else layout.balance)
     except PipelineError as error:
         found.append(f"pp={layout.pp}: {error}")
+    routed = [type(part).__name__ for part in module.modules() if getattr(getattr(part, "config", None), "output_router_logits", False)]
+    if layout.pp > 1 and routed:
+        found.append(
+            f"pp={layout.pp}: {routed[0]} has config.output_router_logits=True, and with it a loss over what transformers collects from "
+            "the routers of all layers, of which a pipeline stage has a part: set it to False, which does without that loss, or use pp=1"
+        )
     return found
 
 

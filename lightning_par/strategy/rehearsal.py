@@ -4,7 +4,9 @@ Note [A step nobody saw]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Which modules come before a pipeline's layers and which after, and what each layer costs, shows itself when the step runs. So it runs a
 few times too many, before anything is cut: on the meta device, which computes nothing, and, for ``balance=profile``, on the first piece of
-a real batch. Afterwards everything is as it was: random generators, buffers, modes, counters and metrics of the module; nothing is logged,
+a real batch. A module is cut once, for all
+that its Trainer will do: on the meta device training_step and validation_step run both, whichever comes first, if need be on the other's
+batches. Afterwards everything is as it was: random generators, buffers, modes, counters and metrics of the module; nothing is logged,
 no gradient comes to be. The dataloaders are those of a hook called once too often (Lightning's own call comes after ``on_fit_start`` and
 after a checkpoint was loaded, and must not be forestalled); what is read are their first samples, past any sampler. Ranks may see
 different times, and different data: what rank 0 saw, or the median of all, is what all go by.
@@ -13,8 +15,10 @@ different times, and different data: what rank 0 saw, or the median of all, is w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import reduce
 from itertools import islice
+from operator import or_
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,15 +27,16 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par.comm import Mesh
-from lightning_par.pipeline import LayerCosts, PipelineError, Uses, aside, dry_run, find_layers, weigh
+from lightning_par.pipeline import LayerCosts, NumbersError, PipelineError, Uses, aside, dry_run, find_layers, weigh
 from lightning_par.strategy import seams
-from lightning_par.strategy.steps import StepRunner
+from lightning_par.strategy.steps import Step, StepRunner
 
 STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -54,22 +59,37 @@ class Rehearsal:
 
     def __init__(self, module: pl.LightningModule, mesh: Mesh, device: torch.device, context: Callable[[], AbstractContextManager]) -> None:
         self._module, self._mesh, self._device, self._context = module, mesh, device, context
-        self._trains = module.trainer.state.fn == TrainerFn.FITTING
-        self._step = getattr(module, STEPS[module.trainer.state.fn])
+        self._fn: TrainerFn = module.trainer.state.fn
+        self._trains = self._fn == TrainerFn.FITTING
+        self._step = getattr(module, STEPS[self._fn])
 
     def uses(self) -> Uses | None:
-        """Where modules are used; None where the step cannot run without numbers, or there is no batch to try."""
+        """Where modules are used; None where no step can run without numbers, or there is no batch to try."""
+        seen: list[Uses] = []
+        try:
+            seen.append(self._seen(self._fn, self._fn))
+        except Exception as error:  # whatever it is, the run itself will meet it
+            if isinstance(error, NumbersError):
+                seen.append(error.uses)
+                error = error.__cause__
+            rank_zero_info(
+                f"the step could not be run dry ({type(error).__name__}: {error}), so modules stand before or after the pipeline's "
+                "layers as they are registered, or as pipeline_before and pipeline_after of the model say"
+            )
+        fit = (TrainerFn.FITTING, TrainerFn.VALIDATING)
+        for other in fit:
+            if other != self._fn and is_overridden(STEPS[other], self._module):
+                for source in (self._fn, other) if self._fn in fit else (self._fn,):
+                    with suppress(Exception):
+                        seen.append(self._seen(other, source))
+                        break
+        return self._mesh.world.broadcast_object(reduce(or_, seen) if seen else None)
+
+    def _seen(self, fn: TrainerFn, source: TrainerFn) -> Uses:
+        """What the step of one kind of run does, on the data of another."""
         with self._unseen():
-            try:
-                args, options = self._arguments()
-                seen = dry_run(self._module, find_layers(self._module), lambda args: self._graphs(args, options), args)
-            except Exception as error:  # whatever it is, the run itself will meet it
-                seen = None
-                rank_zero_info(
-                    f"the step could not be run dry ({type(error).__name__}: {error}), so modules stand before or after the pipeline's "
-                    "layers as they are registered, or as pipeline_before and pipeline_after of the model say"
-                )
-        return self._mesh.world.broadcast_object(seen)
+            step, args, options = self._arguments(fn, source)
+            return dry_run(self._module, find_layers(self._module), lambda args: self._graphs(step, args, options), args)
 
     def costs(self) -> LayerCosts:
         """What layers cost, by measured time.
@@ -79,7 +99,7 @@ class Rehearsal:
         """
         try:
             with self._unseen():
-                args, options = self._arguments()
+                _, args, options = self._arguments(self._fn, self._fn)
                 measured = weigh(self._module, find_layers(self._module), lambda: self._loss(args, options), self._device)
         except NoSampleError as error:
             raise PipelineError(f"balance=profile tries the step on a batch, but {error}; {_OTHERWISE}") from None
@@ -104,15 +124,20 @@ class Rehearsal:
             data.update(attributes)
             trainer.loggers = loggers
 
-    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, int]]:
-        """Of the step, as Lightning gives them for the first batch."""
-        if is_param_in_hook_signature(self._step, "dataloader_iter", explicit=True):
-            raise NoSampleError(f"{self._step.__name__} fetches its batches itself")
-        data = seams.dataloaders(self._module.trainer)
-        in_turn = not self._trains and isinstance(data, list | tuple)
+    def _arguments(self, fn: TrainerFn, source: TrainerFn) -> tuple[Step, tuple[Any, ...], dict[str, int]]:
+        """A step, and its arguments as Lightning gives them for the first batch."""
+        step, state = getattr(self._module, STEPS[fn]), self._module.trainer.state
+        if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            raise NoSampleError(f"{step.__name__} fetches its batches itself")
+        state.fn, now = source, state.fn
+        try:
+            data = seams.dataloaders(self._module.trainer)
+        finally:
+            state.fn = now
+        in_turn = source != TrainerFn.FITTING and isinstance(data, list | tuple)
         batch = seams.transferred(sample(data[0] if in_turn else data), self._module)
-        index = (0,) if is_param_in_hook_signature(self._step, "batch_idx", min_args=2) else ()
-        return (batch, *index), {"dataloader_idx": 0} if in_turn and len(data) > 1 else {}
+        index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
+        return step, (batch, *index), {"dataloader_idx": 0} if in_turn and len(data) > 1 and fn != TrainerFn.FITTING else {}
 
     def _loss(self, args: tuple[Any, ...], options: dict[str, int]) -> Tensor | None:
         """Of the step on the first piece of a batch; None in evaluation, which has no backward."""
@@ -123,13 +148,13 @@ class Rehearsal:
             self._runner.rehearse(self._step, self._context, args, options)
         return None
 
-    def _graphs(self, args: tuple[Any, ...], options: dict[str, int]) -> Any:
-        """What the step returned and logged: all that may have a graph."""
+    def _graphs(self, step: Step, args: tuple[Any, ...], options: dict[str, int]) -> Any:
+        """What a step returned and logged: all that may have a graph."""
         logged: list[Any] = []
         self._module.__dict__["log"] = lambda name, value, *_, **__: logged.append(value)
         try:
             with self._context(), torch.enable_grad():
-                return self._step(*args, **options), logged
+                return step(*args, **options), logged
         finally:
             del self._module.__dict__["log"]
 

@@ -28,12 +28,12 @@ def gpt(layers: int = 7, tie: bool = False, *, checkpointed: bool = False) -> nn
     return model
 
 
-def through_the_stages(model: nn.Module, x: Tensor, placement: Placement, ranks: int | None = None) -> Tensor:
+def through_the_stages(model: nn.Module, x: Tensor, placement: Placement, ranks: int | None = None, traces: Any = ()) -> Tensor:
     """What the last stage computes, each stage cut from a copy of the model, the boundary handed on as it is. In one process."""
     received, stages = None, len(placement.spans)
     for stage in range(stages):
         part: Any = copy.deepcopy(model)
-        layers = cut(part, placement, range(stage % (ranks or stages), stages, ranks or stages))
+        layers = cut(part, placement, range(stage % (ranks or stages), stages, ranks or stages), traces)
         with layers.active(stage, received):
             try:
                 return part(x)

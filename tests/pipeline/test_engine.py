@@ -122,6 +122,39 @@ def test_P13_keywords_tuples_and_several_tensors_at_the_boundary(size: int) -> N
     run_world(_classifier, size, size)
 
 
+class Turned(nn.Linear):
+    def forward(self, z: Tensor) -> Tensor:
+        return z + torch.complex(super().forward(z.imag).tanh(), z.real)
+
+
+class Waves(nn.Module):
+    """The hidden state is complex, and so is a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.enter = nn.Linear(5, 6, dtype=torch.float64)
+        real = [Turned(6, 6, dtype=torch.float64) for _ in range(3)]
+        self.layers = nn.Sequential(*real, nn.Linear(6, 6, dtype=torch.complex128))
+        self.leave = nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+        z = self.enter(x)
+        return nn.functional.cross_entropy(self.leave(self.layers(torch.complex(z, z * scale[:, None])).abs()), target)
+
+
+def _waves() -> None:
+    group = pp_group(2)
+    for schedule in ("1f1b", "zb_h1"):
+        twin = Twin(Waves(), group, schedule, layers="layers", call=call)
+        twin.train_step(samples(7), 3)
+        twin.evaluate(samples(3), 2)
+
+
+def test_P13_complex_activations_have_gradients_across_stages() -> None:
+    run_world(_waves, 2)
+
+
 def _frozen(schedule: str) -> None:
     group = pp_group(2)
     for frozen in ("embed.", "layers.", "head."):

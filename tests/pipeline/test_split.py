@@ -199,6 +199,35 @@ def test_a_module_that_cannot_be_split_says_why_and_how_to_name_the_layers() -> 
         find_layers(two, "decoders")
 
 
+class Halving(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class Backwards(nn.ModuleList):
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+def hooked(*layers: nn.Module) -> nn.Sequential:
+    chain = nn.Sequential(*layers)
+    chain.register_forward_hook(lambda module, args, output: output / 2)
+    return chain
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Halving, r"net is a Halving with forward of its own.*a plain nn\.Sequential"),
+        (lambda *layers: Backwards(layers), r"net is a Backwards with __iter__ of its own.*a plain nn\.ModuleList"),
+        (hooked, r"net is a Sequential with forward hooks of its own.*pipeline_layers"),
+    ],
+)
+def test_a_list_that_does_more_than_run_its_layers_is_refused(kind: Any, reason: str) -> None:
+    with pytest.raises(PipelineError, match=reason):
+        place(nn.ModuleDict({"net": kind(*[nn.Linear(2, 2) for _ in range(4)])}), 2)
+
+
 def test_a_module_names_its_layer_list() -> None:
     two = nn.ModuleDict({"encoder": nn.ModuleList([Block(), Block()]), "decoder": nn.ModuleList([Block(), nn.Linear(4, 4)])})
     two.pipeline_layers = "decoder"

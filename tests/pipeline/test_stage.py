@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_par.pipeline import PipelineError, StageExit, place
+from lightning_par.pipeline import PipelineError, StageExit, dry_run, place
 from lightning_par.pipeline.split import cut
 from lightning_par.pipeline.stage import BeforeLayers
 from tests.pipeline.models import through_the_stages as through
@@ -214,6 +214,38 @@ def test_a_loop_sees_the_class_and_the_mode_of_the_layers_it_runs() -> None:
     assert torch.equal(through_the_stages(model, ids), model(ids))
 
 
+def only_of_its_class(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers.children():
+        if isinstance(layer, Layer) and isinstance(layer.linear, nn.Linear):
+            x = layer.forward(x)
+    return x
+
+
+def heated(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for i, layer in enumerate(layers):
+        layer.linear.heat, layer.heat, layer.gone = 1.0, 0.5 * i, None
+        del layer.gone
+        layer.eval()
+    for layer in layers:
+        x = layer(x, shift=layer.heat)
+    assert not any(layer.training or hasattr(layer, "gone") for layer in layers)
+    return x * sum(layer.heat + layer.linear.heat for layer in layers)
+
+
+class HeatedLayer(Layer):
+    heat = 0.0
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return super().forward(x, shift) * (self.heat + self.linear.heat) + (1.0 if self.training else 0.0)
+
+
+@pytest.mark.parametrize(("loop", "kind"), [(only_of_its_class, Layer), (heated, HeatedLayer)])
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_what_a_step_does_with_layers_besides_calling_them_reaches_them_on_every_stage(loop: Loop, kind: type[Layer], ranks: int) -> None:
+    model, ids = Model(loop, kind), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids, ranks, stages=2), model(ids))
+
+
 def added_outside(layers: nn.ModuleList, x: Tensor) -> Tensor:
     for layer in layers:
         x = x + layer(x)
@@ -224,6 +256,42 @@ def reentrant(layers: nn.ModuleList, x: Tensor) -> Tensor:
     for layer in layers:
         x = checkpoint(layer, x, use_reentrant=True)
     return x
+
+
+def in_parts(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = x + layer.linear(x)
+    return x
+
+
+def penalized(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return over(layers, x) + sum(layer.linear.weight.square().sum() for layer in layers)
+
+
+class LeavingLayer(Layer):
+    """Leaves numbers without a graph on itself and on a module in it."""
+
+    seen = 0.0
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        self.seen = self.linear.seen = x.detach().mean()
+        return super().forward(x, shift)
+
+
+def read(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return over(layers, x) + sum(layer.seen for layer in layers)
+
+
+def read_within(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return over(layers, x) + sum(layer.linear.seen for layer in layers)
+
+
+def counted(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return over(layers, x) / len(list(layers.parameters()))
+
+
+def counted_singly(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return over(layers, x) / sum(len(list(layer.parameters())) for layer in layers)
 
 
 def twice(layers: nn.ModuleList, x: Tensor) -> Tensor:
@@ -239,6 +307,12 @@ def backwards(layers: nn.ModuleList, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loop", "reason"),
     [
+        (in_parts, r"the step calls layers\.1\.linear by itself.*call layers whole"),
+        (read, r"layers\.0\.seen is read, which layers\.0 sets as it runs.*carry what else is needed"),
+        (read_within, r"layers\.0\.linear\.seen is read, which layers\.0 sets"),
+        (counted, r"layers\.parameters\(\) is on another pipeline stage"),
+        (counted_singly, r"layers\.0\.parameters\(\) is on another pipeline stage"),
+        (penalized, r"layers\.0\.linear\.weight is on another pipeline stage.*weight_decay"),
         (added_outside, r"layers\.1 is not given what layers\.0 returned"),
         (reentrant, r"checkpoint activations with use_reentrant=False"),
         (twice, "runs layers twice for one micro-batch"),
@@ -248,7 +322,15 @@ def backwards(layers: nn.ModuleList, x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_loop_that_a_pipeline_cannot_follow_is_refused_by_name(loop: Loop, reason: str) -> None:
     with pytest.raises(PipelineError, match=reason):
-        through_the_stages(Model(loop), torch.tensor([[1, 5, 8]]))
+        through_the_stages(Model(loop, LeavingLayer), torch.tensor([[1, 5, 8]]))
+
+
+@pytest.mark.parametrize("loop", [read, read_within])
+def test_what_layers_leave_on_themselves_may_be_read_where_they_all_are(loop: Loop) -> None:
+    model, ids = Model(loop, LeavingLayer), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids, stages=1), model(ids))
+    with pytest.raises(PipelineError, match=r"layers\.0\.(linear\.)?seen is read"):
+        through(model, ids, place(model, 3), traces=dry_run(model, "layers", model, ids).traces)
 
 
 def part_of(model: nn.Module, index: int, ranks: int = 2) -> nn.Module:
@@ -349,6 +431,16 @@ def test_a_stand_in_follows_the_module_to_another_dtype() -> None:
     model.double().eval()
     assert model.embed(torch.zeros(1, 2, dtype=torch.long)).dtype == torch.float64
     assert not model.embed.training
+
+
+def test_weights_that_are_elsewhere_tell_their_shape_but_no_number() -> None:
+    model = part_of(Model(over), 0)
+    for name, weight in (("head.weight", model.head.weight), ("layers.4.linear.weight", model.layers[4].linear.weight)):
+        assert isinstance(weight, nn.Parameter)
+        assert (len(weight.shape), weight.dtype, weight.requires_grad) == (2, torch.float32, True)
+        assert name in repr(weight)
+        with pytest.raises(PipelineError, match=rf"{name} is on another pipeline stage.*full_state_dict"):
+            weight.norm()
 
 
 def test_coming_to_a_module_of_the_last_stage_is_an_error_with_its_name() -> None:

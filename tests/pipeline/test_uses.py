@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_par.pipeline import PipelineError, Uses, dry_run, place
+from lightning_par.pipeline import NumbersError, PipelineError, Uses, dry_run, place
 from lightning_par.pipeline.aside import aside, lent
 from lightning_par.recipes.gpt import GPT, GPTConfig
 from tests.pipeline.models import through_the_stages
@@ -164,6 +166,152 @@ def test_an_output_used_a_second_time_is_refused_where_a_stage_begins_in_between
     else:
         with pytest.raises(PipelineError, match=reason):
             place(model, 2, balance=balance, uses=uses)
+
+
+class Leaving(Block):
+    """Leaves something behind."""
+
+    left, kept = 0.0, None
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        self.left = x.square().mean()
+        if self.kept == []:
+            self.kept.append(x.detach())
+        return super().forward(x, *others)
+
+
+def left_by(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    return run(layers, x) + layers[1].left
+
+
+def hooked(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    hooks = [layer.register_forward_hook(lambda layer, args, output: kept.append(output)) for layer in layers[:3]]
+    x = run(layers, x)
+    for hook in hooks:
+        hook.remove()
+    return x + kept[1]
+
+
+def penalized(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    return run(layers, x) + layers[1].weight.norm()
+
+
+def in_parts(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    return run([*layers[:1], partial(F.linear, weight=layers[1].weight), *layers[2:]], x)
+
+
+def scaled(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    return run(layers, x * layers[1].bias)
+
+
+def shared(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    for i, layer in enumerate(layers):
+        layer.kept = kept if i == 1 else None
+        x = layer(x, *(kept if i == 2 else ()))
+    return x
+
+
+def chosen(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    mask, place, level = (x > 0).to(x.dtype), shift.argmax(-1, keepdim=True), x.detach().mean()
+    for layer in layers:
+        x = layer(x, mask * level, place)
+    return x * (place > 1)
+
+
+def measured(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    seen = torch.zeros_like(x)
+    for layer in layers:
+        x, seen = layer(x, seen)
+    return x + seen
+
+
+class Measuring(Block):
+    """Carries a number without a graph with the hidden state."""
+
+    def forward(self, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), seen + x.detach().square()
+
+
+@pytest.mark.parametrize(("loop", "kind"), [(chosen, Block), (measured, Measuring)])
+def test_what_has_no_gradient_is_right_on_every_stage_that_uses_it(loop: Any, kind: type[Block]) -> None:
+    torch.manual_seed(0)
+    model, x = Looped(loop), torch.randn(5, WIDTH)
+    model.layers = nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(6))
+    placement = place(model, 3, uses=dry_run(model, "layers", model, x))
+    assert (placement.before == ("embed", "shift")) == (loop is measured)
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, placement), model(x))
+
+
+def branched(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    factor = 2.0 if x.mean() > -9 else 3.0
+    return run(layers, x + shift) * factor
+
+
+def test_a_module_of_whose_output_the_step_wants_numbers_is_on_every_stage() -> None:
+    torch.manual_seed(0)
+    model, x = Looped(branched), torch.randn(5, WIDTH)
+    with pytest.raises(NumbersError) as error:
+        dry_run(model, "layers", model, x)
+    placement = place(model, 3, uses=error.value.uses)
+    assert (placement.before, placement.after) == (("shift",), ("head",))
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, placement), model(x))
+
+
+def run(layers: Iterable[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("loop", "place_of", "wrong", "right"),
+    [
+        (left_by, "after the layers", (2, 4), (1, 5)),
+        (shared, r"at layers\.2", (2, 4), (3, 3)),
+        (hooked, "after the layers", (2, 4), (1, 5)),
+        (penalized, "after the layers", (2, 4), (1, 5)),
+        (in_parts, r"at layers\.2", (2, 4), (3, 3)),
+        (scaled, "before the layers", (1, 5), (2, 4)),
+    ],
+)
+def test_what_a_layer_leaves_behind_and_its_weights_are_refused_on_another_stage(loop: Any, place_of: str, wrong: Any, right: Any) -> None:
+    model, x = Looped(loop), torch.randn(2, WIDTH)
+    for layer in model.layers:
+        layer.__class__ = Leaving
+    uses = dry_run(model, "layers", model, x)
+    with pytest.raises(PipelineError, match=rf"layers\.1 is used {place_of} by another way than the output of its call"):
+        place(model, 2, balance=wrong, uses=uses)
+    place(model, 2, balance=right, uses=uses)
+
+
+def test_a_part_that_layers_share_is_no_use_of_one_by_another() -> None:
+    model, x = Looped(lambda layers, x, shift: run(layers, x)), torch.randn(2, WIDTH)
+    shared = nn.Linear(WIDTH, WIDTH)
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared) for _ in range(6))
+    place(model, 3, uses=dry_run(model, "layers", model, x))
+
+
+@dataclass
+class State:
+    x: Tensor
+
+
+class Stateful(Block):
+    def forward(self, state: State) -> State:
+        return State(super().forward(state.x))
+
+
+def test_a_layer_that_returns_what_cannot_be_handed_on_is_refused_where_a_stage_ends() -> None:
+    model, x = Looped(lambda layers, x, shift: run(layers, State(x)).x), torch.randn(2, WIDTH)
+    model.layers = nn.ModuleList(Stateful(WIDTH, WIDTH) for _ in range(6))
+    uses = dry_run(model, "layers", model, x)
+    for told in (uses, None):
+        with pytest.raises(PipelineError, match=r"returns a State, which cannot be handed to the next stage.*register_dataclass"):
+            through_the_stages(model, x, place(model, 2, uses=told))
 
 
 class Tokens(nn.Module):

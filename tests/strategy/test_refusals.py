@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -105,3 +106,10 @@ def test_presets_and_registered_names_are_layouts(strategy: Any, layout: Paralle
     trainer = Trainer(devices=4, strategy=strategy)
     assert trainer.strategy.requested == layout
     assert trainer.strategy.layout.world == 4
+
+
+def test_a_loss_that_transformers_collects_from_all_routers_is_refused_with_pipelines() -> None:
+    model = TinyGPT(layers=2)
+    model.model.config = SimpleNamespace(output_router_logits=True)
+    with pytest.raises(LayoutError, match=r"pp=2: GPT has config\.output_router_logits=True.*set it to False"):
+        Trainer(devices=2, strategy=HybridParallelStrategy(pp=2)).fit(model, token_loader(4))

@@ -293,6 +293,35 @@ def test_modules_stand_where_they_are_used(module: Any, layout: dict[str, Any]) 
     assert_same(fit_world(module, rows, layout, layout["pp"], gradient_clip_val=None), fit(module, rows, gradient_clip_val=None))
 
 
+class Aided(Disordered):
+    """In training, a head of its own on what comes before the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aid = nn.Linear(6, 3)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + F.cross_entropy(self.aid(self.shift(self.embed(batch[0]))), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", super().training_step(batch, batch_idx))
+
+
+def _validated_first(layout: dict[str, Any] | None) -> list[float]:
+    torch.manual_seed(0)
+    strategy = HybridParallelStrategy(**layout) if layout else "auto"
+    trainer = L.Trainer(devices=2 if layout else 1, strategy=strategy, max_steps=2, precision="64-true", **QUIET)
+    module = Aided()
+    (before,) = trainer.validate(module, rows(), verbose=False)
+    trainer.fit(module, rows())
+    (after,) = trainer.validate(module, rows(), verbose=False)
+    return [before["val_loss"], after["val_loss"]]
+
+
+def test_a_module_that_was_cut_for_validation_can_be_trained() -> None:
+    assert run_world(_validated_first, 2, {"pp": 2}) == [pytest.approx(_validated_first(None), abs=1e-9)] * 2
+
+
 def _told() -> list[str]:
     told: list[str] = []
     strategy = HybridParallelStrategy(pp=2)
