@@ -91,7 +91,8 @@ class StepRunner:
             scaled: what becomes of a loss before backward.
         """
         assert self.pipeline is not None
-        pieces = self._pieces(args[0], self._count(args[0]))
+        samples = self._samples(args[0])
+        pieces = self._pieces(args[0], self._count(samples))
         losses: list[Tensor] = []
         watch = LabelWatch() if self.pipeline.is_last and "train" not in self._verified else None
 
@@ -118,7 +119,7 @@ class StepRunner:
                 watch.require([piece.share for piece in pieces])
             self._verify("train", pieces[0].batch)
         shares = [piece.share for piece in pieces[: len(losses)]]
-        value = self.agreement.reach(log, losses, shares, batch_size(args[0]), last=self._is_last_batch)
+        value = self.agreement.reach(log, losses, shares, samples, last=self._is_last_batch)
         return value.requires_grad_()
 
     def evaluate(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +127,8 @@ class StepRunner:
 
         Under context parallelism that holds for a step that returns one number; anything else is this shard's.
         """
-        pieces = self._pieces(args[0], self._count(args[0]) if self.pipeline else 1)
+        samples = self._samples(args[0]) if self.pipeline else None
+        pieces = self._pieces(args[0], self._count(samples) if self.pipeline else 1)
         outputs: list[Any] = []
         with recording(self.module, self.device, deferred=self.pipeline is not None) as log, self.attention():
 
@@ -142,23 +144,23 @@ class StepRunner:
         if self.pipeline is None or self.pipeline.is_last:
             self._verify(step.__name__, pieces[0].batch)
         if self.pipeline is not None:
-            joined = join(outputs, [piece.share for piece in pieces]) if outputs else None
+            shares = [piece.share for piece in pieces]
+            joined = join(outputs, shares, samples, f"what {step.__name__} returned") if outputs else None
             onto_host = apply_to_collection(joined, Tensor, Tensor.cpu)  # a pickled CUDA tensor would come back on the sender's device
             shared = self.mesh.pp.broadcast_object(onto_host, self.mesh.layout.loss_index)
             outputs = [apply_to_collection(shared, Tensor, lambda tensor: tensor.to(self.device))]
-        samples = batch_size(args[0]) if self.pipeline else None
         if self.mesh.cp.size == 1 or not isinstance(outputs[0], Tensor) or outputs[0].numel() != 1:
             self.agreement.reach(log, [], [], samples)
             return outputs[0]
         if self.pipeline is None:
             value = self.agreement.reach(log, [outputs[0]], [pieces[0].share])
-        else:  # micro-batches were joined with their shares: what is left is this shard's part of a sum
-            value = self.agreement.reach(log, [outputs[0] * self.mesh.cp.size], [torch.ones_like(pieces[0].share)], samples)
+        else:  # micro-batches were joined: one value of this shard
+            value = self.agreement.reach(log, [outputs[0]], [sum(piece.share for piece in pieces)], samples)
         return value.to(outputs[0]).reshape(outputs[0].shape)
 
     def rehearse(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step on the first piece that a pipeline would cut from a batch: what it returned. Nothing is logged."""
-        piece = self._pieces(args[0], self._count(args[0]))[0]
+        piece = self._pieces(args[0], self._count(self._samples(args[0])))[0]
         with recording(self.module, self.device, deferred=True), self.attention(), context():
             return step(piece.batch, *args[1:], **kwargs)
 
@@ -174,8 +176,12 @@ class StepRunner:
     def _is_last_batch(self) -> bool:
         return seams.is_last_batch(self.module.trainer)
 
-    def _count(self, batch: Any) -> int:
-        return self.mesh.layout.microbatches_for(batch_size(batch))
+    def _samples(self, batch: Any) -> int | None:
+        """Those of a batch, which needs to have a number of them only if it is cut."""
+        return batch_size(batch) if self.mesh.layout.microbatches != 1 else None
+
+    def _count(self, samples: int | None) -> int:
+        return 1 if samples is None else self.mesh.layout.microbatches_for(samples)
 
     def _pieces(self, batch: Any, count: int) -> list[Piece]:
         """This rank's pieces, and their shares of the whole batch's weight."""
