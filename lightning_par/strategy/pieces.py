@@ -33,6 +33,11 @@ def microbatches(batch: Any, count: int) -> list[Any]:
     return [_take(batch, span, size, "batch", is_top=True) for span in split(size, count)]
 
 
+def sizes_of(samples: int, count: int) -> list[int]:
+    """The samples of each of ``count`` micro-batches."""
+    return [span.size for span in split(samples, count)]
+
+
 def signature(batch: Any) -> Hashable:
     """Shapes and dtypes of a batch's tensors, in order: equal for batches that lead to activations of equal shapes."""
     if isinstance(batch, Array):
@@ -76,7 +81,7 @@ def join(outputs: list[Any], shares: list[Tensor], samples: int, name: str) -> A
     """
     if len(outputs) == 1:
         return outputs[0]
-    return _join(outputs, shares, [span.size for span in split(samples, len(outputs))], name)
+    return _join(outputs, shares, sizes_of(samples, len(outputs)), name)
 
 
 def _join(outputs: list[Any], shares: list[Tensor], sizes: list[int], name: str) -> Any:
