@@ -125,14 +125,38 @@ class LogRecorder:
             self.real(name, value, **chosen)
 
 
+class MutedLogger:
+    """Stands in for a logger while a step runs under a pipeline: whatever is asked of it but to log, the logger answers."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    @property
+    def __class__(self) -> type:
+        return type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "experiment" or (name.startswith("log_") and name != "log_dir"):
+            raise RuntimeError(
+                f"self.logger.{name} in a step under a pipeline: rank 0, which has the loggers, does not come to the step's end, and the "
+                "last stage runs it once a micro-batch. Use self.log, or return what you want to log and do so in a hook at the end of "
+                "the batch (on_train_batch_end), or use pp=1"
+            )
+        return getattr(self._logger, name)
+
+
 @contextmanager
 def recording(module: Any, device: torch.device, *, deferred: bool) -> Iterator[LogRecorder]:
-    """Record ``module.log`` inside the block."""
-    recorder = LogRecorder(module.log, device, deferred=deferred)
+    """Record ``module.log`` inside the block; with ``deferred`` loggers are muted there."""
+    recorder, trainer = LogRecorder(module.log, device, deferred=deferred), module.trainer
     module.__dict__["log"] = recorder
+    loggers = trainer.loggers
+    if deferred:
+        trainer.loggers = [MutedLogger(logger) for logger in loggers]
     try:
         yield recorder
     finally:
+        trainer.loggers = loggers
         del module.__dict__["log"]
 
 

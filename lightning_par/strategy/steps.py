@@ -112,6 +112,8 @@ class StepRunner:
                 loss = self._loss_of(output)
                 if loss is None:
                     raise RuntimeError("training_step returned no loss: under a pipeline a batch cannot be skipped")
+                if ("train" not in self._verified or not loss.requires_grad) and unknown[-1]:
+                    raise self._nan_error()  # before backward, which would not understand it
                 losses.append(loss.detach())
                 others.append({key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {})
                 return scaled(loss * pieces[m].share.to(loss.dtype))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from lightning_par import HybridParallelStrategy
 from tests.harness import WorldError, run_world
@@ -23,8 +28,9 @@ class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.embed = nn.Linear(5, 8)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(8, 3)
         self.seen: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,6 +122,30 @@ class InLayer(Net):
         self.layers[0].register_forward_hook(lambda module, args, output: self.log("norm", output.norm()))
 
 
+class OwnLogger(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if isinstance(self.logger, CSVLogger):
+            self.logger.log_metrics({"mine": loss.item()})
+        return loss
+
+
+class InLayerMetric(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0][0].mean = metric = MeanMetric()
+        self.layers[0].register_forward_hook(lambda module, args, output: metric.update(output.detach()))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.layers[0][0].mean.compute())
+
+
+class OnOneRank(Net):
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 1:
+            self.log("mine", 1.0)
+
+
 class Sum(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return 0.1 * self.loss(batch, reduction="sum")
@@ -150,6 +180,9 @@ class EverySecond(Net):
     ("build", "loaders", "why"),
     [
         (InLayer, data, r"self.log\('norm', ...\) was called on a pipeline stage before the last"),
+        (OwnLogger, data, r"self.logger.log_metrics in a step under a pipeline.*on_train_batch_end"),
+        (InLayerMetric, data, "the metric layers.0.0.mean is updated on a pipeline stage before the last"),
+        (OnOneRank, data, "in on_train_epoch_end only some pipeline ranks have logged on_train_epoch_end.mine"),
         (Sum, data, "multiple of a summed cross entropy"),
         (Two, partial(data, None, 7), "have no common weight"),
         (ClassWeights, data, "class weights, have no common weight"),
@@ -157,11 +190,22 @@ class EverySecond(Net):
         (Validated, partial(_both, None, 13), r"evaluate(?s:.*)average over \[2, 3\] targets"),
         (EverySecond, data, r"the loss is NaN, and what the stage before sent is not.*there are: embed"),
     ],
-    ids=["log in a layer", "sum", "two", "class weights", "ignored in a later batch", "ignored in validation", "NaN in a later batch"],
+    ids=[
+        "log in a layer",
+        "logger",
+        "metric in a layer",
+        "log on one rank",
+        "sum",
+        "two",
+        "class weights",
+        "ignored in a later batch",
+        "ignored in validation",
+        "NaN in a later batch",
+    ],
 )
-def test_what_micro_batches_would_make_another_number_of_is_refused(build: Any, loaders: Any, why: str) -> None:
+def test_what_micro_batches_would_make_another_number_of_is_refused(build: Any, loaders: Any, why: str, tmp_path: Path) -> None:
     with pytest.raises(WorldError, match=why):
-        world(build, loaders=loaders)
+        world(build, loaders=loaders, logger=CSVLogger(tmp_path))
 
 
 class OwnMean(Net):
@@ -177,4 +221,49 @@ def test_a_sum_that_is_divided_or_only_logged_is_right() -> None:
     wanted, metrics = fit(OwnMean)
     for seen, mine in world(OwnMean, {"pp": 2, "microbatches": 4}):
         assert [step["loss"] for step in seen] == pytest.approx([step["loss"] for step in wanted], abs=1e-10)
+        assert mine == pytest.approx(metrics, rel=1e-6)
+
+
+class Epochs(Net):
+    """Metrics and sums of an epoch are logged at its end; a scheduler goes by one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = MetricCollection([MulticlassAccuracy(3), MulticlassPrecision(3)])
+        self.trained = MulticlassAccuracy(3)
+        self.right = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        self.trained.update(logits, batch[1])
+        return F.cross_entropy(logits, batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("trained", self.trained.compute())
+        self.trained.reset()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.metrics.update(logits, batch[1])
+        self.right += int((logits.argmax(-1) == batch[1]).sum())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.metrics.compute())
+        self.metrics.reset()
+        self.log("right", float(self.right))
+        self.seen.append({"rate": self.optimizers().param_groups[0]["lr"]})
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "trained"}}
+
+
+def test_what_is_logged_at_the_end_of_an_epoch_is_the_last_stages_and_decides_for_all() -> None:
+    options = {"loaders": _both, "max_epochs": 6}
+    wanted, metrics = fit(Epochs, callbacks=[EarlyStopping("MulticlassAccuracy", mode="max", patience=3)], **options)
+    assert 0 < metrics["MulticlassAccuracy"] < 1
+    for seen, mine in world(Epochs, callbacks=[EarlyStopping("MulticlassAccuracy", mode="max", patience=3)], **options):
+        assert len(seen) == len(wanted)
+        assert [step["rate"] for step in seen if "rate" in step] == [step["rate"] for step in wanted if "rate" in step]
         assert mine == pytest.approx(metrics, rel=1e-6)
