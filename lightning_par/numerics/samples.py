@@ -23,7 +23,7 @@ Array = Tensor | np.ndarray
 
 
 def batch_size(batch: Any) -> int:
-    """The samples of a batch: the first dim of its first tensor or array that has dims. See Note [Fields and samples].
+    """The samples of a batch: the first dim of its first tensor that has dims, or else array. See Note [Fields and samples].
 
     Those inside lists count only where there are no others; where the lists are of samples, it is how many there are.
 
@@ -34,7 +34,7 @@ def batch_size(batch: Any) -> int:
         return len(batch)
     alone, lists = _found(batch, is_top=True)
     if alone:
-        return alone[0]
+        return len(next((array for array in alone if isinstance(array, Tensor)), alone[0]))
     if lists and not any(_differ(items) for items in lists):
         return _lengths(lists[0])[0]
     if len({len(items) for items in lists}) == 1:
@@ -69,15 +69,17 @@ def with_children(value: Any, parts: dict[Any, Any]) -> Any:
     return other
 
 
-def are_samples(items: list[Any] | tuple[Any, ...], size: int, name: str, *, is_top: bool = False) -> bool:
+def are_samples(items: list[Any] | tuple[Any, ...], size: int, name: str, *, is_top: bool = False, of_lists: bool = False) -> bool:
     """Whether ``items`` are one for each of ``size`` samples, not fields. See Note [Fields and samples].
+
+    ``of_lists``: a list among the items may be a field as well, as a tensor may.
 
     Raises:
         ValueError: it cannot be told; the message calls the items ``name``.
     """
     if len(items) != size or (is_top and not _is_list_of_samples(items)):
         return False
-    lengths = _lengths(items)
+    lengths = _lengths(items) + [len(item) for item in items if of_lists and isinstance(item, list | tuple)]
     if len({_kind(item) for item in items}) > 1:
         return size not in lengths
     if size > 1 and lengths and all(length == size for length in lengths):
@@ -108,17 +110,17 @@ def _kind(value: Any) -> Hashable:
     return type(value)
 
 
-def _found(value: Any, *, is_top: bool = False) -> tuple[list[int], list[Any]]:
-    """First dims of arrays that are in no list, and the lists that hold arrays."""
+def _found(value: Any, *, is_top: bool = False) -> tuple[list[Any], list[Any]]:
+    """Arrays with dims that are in no list, and the lists that hold arrays."""
     if isinstance(value, Array):
-        return ([len(value)] if value.ndim else []), []
+        return ([value] if value.ndim else []), []
     parts = children(value)
     if parts is None and isinstance(value, list | tuple):
         if not is_top:
             return [], [value] if _lengths(value) else []
         parts = dict(enumerate(value))
     found = [_found(part) for part in (parts or {}).values()]
-    return [length for lengths, _ in found for length in lengths], [items for _, lists in found for items in lists]
+    return [array for arrays, _ in found for array in arrays], [items for _, lists in found for items in lists]
 
 
 def _lengths(value: Any) -> list[int]:

@@ -58,7 +58,7 @@ def _take(value: Any, span: Span, size: int, name: str, *, is_top: bool = False)
     if parts is not None:
         return with_children(value, {key: _take(part, span, size, f"{name}[{key!r}]") for key, part in parts.items()})
     if type(value) in (list, tuple):
-        if are_samples(value, size, name, is_top=is_top):
+        if are_samples(value, size, name, is_top=is_top, of_lists=True):
             return value[span.slice()]
         return type(value)(_take(item, span, size, f"{name}[{place}]") for place, item in enumerate(value))
     raise ValueError(

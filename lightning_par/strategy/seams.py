@@ -384,7 +384,7 @@ def set_logged(trainer: pl.Trainer, values: dict[str, dict[str, Tensor]]) -> Non
         if key in values:
             metric._computed = None
             for attribute, value in values[key].items():
-                setattr(metric, attribute, value.to(metric.device))
+                setattr(metric, attribute, value.to(metric.value.device))
 
 
 def _logged_now(trainer: pl.Trainer) -> list[tuple[str, Any]]:

@@ -59,8 +59,13 @@ def test_fields_are_not_taken_for_samples_where_there_are_as_many() -> None:
         fields = first["a"] if isinstance(first, dict) else first
         assert len(fields) == 2
         assert len(fields[0]) == 1
-    with pytest.raises(ValueError, match=r"batch\['views'\] is a list of 2, and each of its items is as long.*microbatches=1"):
-        microbatches({"x": X[:2], "views": [X[:2], X[2:4]]}, 2)
+    for views in ([X[:2], X[2:4]], [("a", "b"), ("c", "d")]):
+        with pytest.raises(ValueError, match=r"batch\['views'\] is a list of 2, and each of its items is as long.*microbatches=1"):
+            microbatches({"x": X[:2], "views": views}, 2)
+    pairs = [tuple("abcdef"), tuple("ghijkl")]
+    assert _cut({"x": X, "pairs": pairs})[1]["pairs"] == [tuple("def"), tuple("jkl")]
+    assert _cut({"x": X, "tokens": [[0] * n for n in range(6)]})[1]["tokens"] == [[0] * n for n in (3, 4, 5)]
+    assert batch_size((np.ones(4), X)) == 6
 
 
 def test_what_is_no_data_stays_whole_and_what_is_unknown_is_refused() -> None:
