@@ -10,14 +10,16 @@ from lightning_par.numerics.loss_scale import (
     StaticLossScale,
     named_loss_scale,
 )
-from lightning_par.numerics.loss_weight import IGNORED_LABEL, batch_size, loss_weight
+from lightning_par.numerics.loss_weight import IGNORED_LABEL, loss_weight
 from lightning_par.numerics.overflow import overflowed
+from lightning_par.numerics.samples import Array, are_samples, batch_size, children, with_children
 from lightning_par.numerics.streams import SEEDS, Apart, MicrobatchStreams, pass_by, seed_streams
 
 __all__ = [
     "IGNORED_LABEL",
     "SEEDS",
     "Apart",
+    "Array",
     "DynamicLossScale",
     "GradientShard",
     "LabelWatch",
@@ -26,7 +28,9 @@ __all__ = [
     "MinimumReachedError",
     "ScaleState",
     "StaticLossScale",
+    "are_samples",
     "batch_size",
+    "children",
     "clip_by_norm",
     "clip_by_value",
     "loss_weight",
@@ -35,4 +39,5 @@ __all__ = [
     "pass_by",
     "seed_streams",
     "total_norm",
+    "with_children",
 ]

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_par.numerics.samples import batch_size
 
 IGNORED_LABEL = -100
 
@@ -35,17 +36,6 @@ def loss_weight(batch: Any) -> Tensor:
     return torch.tensor(float(batch_size(batch)), dtype=torch.float64)
 
 
-def batch_size(batch: Any) -> int:
-    """The samples of a batch: the first dim of its first tensor that has dims."""
-    for leaf in _leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    raise ValueError(
-        f"cannot tell the number of samples of a batch of type {type(batch).__name__}: it holds no tensor with a first dim. "
-        "Let the dataloader's collate_fn return tensors, or use a layout with pp=1 and cp=1"
-    )
-
-
 def _counted(labels: Tensor) -> Tensor:
     return (labels != IGNORED_LABEL).sum(dtype=torch.float64)
 
@@ -53,9 +43,3 @@ def _counted(labels: Tensor) -> Tensor:
 def _is_unshifted(batch: Mapping[str, Any], labels: Tensor) -> bool:
     ids = batch.get("input_ids")
     return isinstance(ids, Tensor) and labels.dim() == 2 and labels.shape == ids.shape
-
-
-def _leaves(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping):  # of any class: pytrees know only dict
-        return [leaf for value in batch.values() for leaf in _leaves(value)]
-    return tree_leaves(batch)

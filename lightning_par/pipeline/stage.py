@@ -286,6 +286,11 @@ class StageLayers(nn.ModuleList):
             self._now = None
             self._watched.add(kind)
 
+    @property
+    def received(self) -> Any:
+        """What the active stage was given."""
+        return None if self._now is None else self._now.received
+
     @override
     def __len__(self) -> int:
         return len(self._others)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_par.comm import Later, Mesh
-from lightning_par.strategy.logs import CELLS, Logged, LogRecorder, name_hash
+from lightning_par.strategy.logs import CELLS, HEAD, NAMES, Logged, LogRecorder, name_hash
 
 LOSS = ""
 """The name under which the loss itself travels."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Something that must not be: a 0-dim tensor that says whether it is, and what to raise then."""
+
+    is_so: Tensor
+    error: Callable[[], Exception]
 
 
 class Agreement:
@@ -21,9 +31,18 @@ class Agreement:
         self.mesh, self.device = mesh, device
         self._options: dict[float, dict[str, dict[str, Any]]] = {}  # by hash: the names that travel, in order, and their options
         self._unchecked: tuple[Later, float, list[str]] | None = None
+        self.more = False  # the step of the batch at hand returned more than its loss, on the last stage
 
     def reach(
-        self, log: LogRecorder, losses: list[Tensor], shares: list[Tensor], samples: int | None = None, *, last: bool = False
+        self,
+        log: LogRecorder,
+        losses: list[Tensor],
+        shares: list[Tensor],
+        samples: int | None = None,
+        *,
+        last: bool = False,
+        more: bool = False,
+        doubts: Sequence[Doubt] = (),
     ) -> Tensor:
         """Agree on the loss and the logged values of a batch, log them, and return the loss (0-dim, float64). All ranks call.
 
@@ -31,33 +50,50 @@ class Agreement:
             losses, shares: of this rank's pieces; empty on ranks that have none.
             samples: of the whole batch, where steps ran on parts of it.
             last: this is the last training batch of this rank's epoch.
+            more: the step returned more than its loss; afterwards ``self.more`` says so on every rank.
+            doubts: of the last stage of a pipeline.
 
         Raises:
-            RuntimeError: the ranks logged different names, or it is the last batch for some of them only.
+            RuntimeError: the ranks logged different names, or only stages before the last did, or it is the last batch for some of them
+                only.
+            Exception: that of a doubt.
         """
-        mine = {LOSS: Logged([loss.double().to(self.device).reshape(()) for loss in losses], shares), **log.logged}
+        loss = Logged([loss.double().to(self.device).reshape(()) for loss in losses], shares, options={"more": more})
+        mine = {LOSS: loss, **log.logged}
         speaks = self.mesh.pp.index == self.mesh.layout.loss_index
         cells = torch.zeros(CELLS, dtype=torch.float64, device=self.device)
         options = {name: entry.options for name, entry in mine.items()}
-        key = name_hash([f"{name}:{entry.op}:{name == LOSS and bool(losses)}" for name, entry in mine.items()])
+        traits = {LOSS: bool(losses) + 2 * more}
+        key = name_hash([f"{name}:{entry.op}:{traits.get(name, bool(entry.sizes))}" for name, entry in mine.items()])
         if speaks:
-            self._fill(cells, key, mine)
+            self._fill(cells, key, mine, samples)
             cells[1] = last
+            if doubts:
+                cells[2] = torch.stack([doubt.is_so for doubt in doubts]).any()
         self.mesh.batch.all_reduce(cells)
-        options = self._names(cells, key, options, speaks=speaks)
-        values = {name: cells[cell] / cells[cell + 1] for cell, name in zip(range(2, CELLS, 2), options, strict=False)}
+        numbers = cells.tolist() if self.mesh.pp.size > 1 else None
+        if numbers is not None and numbers[2]:
+            raise self._trouble(doubts)
+        options = self._names(cells, key, options, numbers, speaks=speaks)
+        places = dict(zip(options, range(HEAD, CELLS, 3), strict=False))
+        values = {name: cells[cell] / cells[cell + 1] for name, cell in places.items()}
         self._extremes(mine, values, options)
-        log.replay({name: value for name, value in values.items() if name != LOSS}, options, samples)
+        if numbers is not None:
+            log.require_heard(options)
+            log.sizes = {name: round(numbers[cell + 2]) for name, cell in places.items()}
+        log.replay({name: value for name, value in values.items() if name != LOSS}, options)
+        self.more = options[LOSS]["more"]
         return values[LOSS]
 
-    def _fill(self, cells: Tensor, key: float, mine: dict[str, Logged]) -> None:
-        """Two cells for each name: what is added up, and what the sum is divided by."""
-        if 2 * len(mine) >= CELLS:
-            raise ValueError(f"one step logged {len(mine) - 1} numbers, more than {CELLS // 2 - 2}: log fewer, or log rarely")
+    def _fill(self, cells: Tensor, key: float, mine: dict[str, Logged], samples: int | None) -> None:
+        """Three cells for each name: what is added up, what the sum is divided by, and what the user said of its batch's size."""
+        if len(mine) > NAMES:
+            raise ValueError(f"one step logged {len(mine) - 1} numbers, more than {NAMES - 1}: log fewer, or log rarely")
         cells[0] = key
-        for cell, entry in zip(range(2, CELLS, 2), mine.values(), strict=False):
+        for cell, entry in zip(range(HEAD, CELLS, 3), mine.values(), strict=False):
             if not entry.values:
                 continue
+            cells[cell + 2] = entry.size(samples)
             values, weights = torch.stack(entry.values), torch.stack(entry.weights)
             if entry.op == "sum":
                 cells[cell] = values.sum() / self.mesh.cp.size
@@ -66,12 +102,14 @@ class Agreement:
                 cells[cell] = torch.where(weights > 0, values * weights, 0.0).sum()  # a mean over nothing is NaN, and counts nothing
                 cells[cell + 1] = weights.sum()
 
-    def _names(self, cells: Tensor, key: float, mine: dict[str, dict[str, Any]], *, speaks: bool) -> dict[str, dict[str, Any]]:
+    def _names(
+        self, cells: Tensor, key: float, mine: dict[str, dict[str, Any]], numbers: list[float] | None, *, speaks: bool
+    ) -> dict[str, dict[str, Any]]:
         """The names in the cells and their options, on every rank; checks that all ranks that logged mean the same names."""
-        if self.mesh.pp.size == 1:
+        if numbers is None:
             self._check(cells[:2], key * self.mesh.data.size, list(mine))
             return mine
-        total, ends = cells[:2].tolist()
+        total, ends = numbers[:2]
         self._require_same_end(ends)
         agreed = total / self.mesh.data.size
         if speaks and agreed != key:
@@ -79,6 +117,12 @@ class Agreement:
         if agreed not in self._options:
             self._options[agreed] = self.mesh.pp.broadcast_object(mine, self.mesh.layout.loss_index)
         return mine if speaks else self._options[agreed]
+
+    def _trouble(self, doubts: Sequence[Doubt]) -> Exception:
+        """Of the last stage, on every rank of the pipeline."""
+        mine = next((doubt.error() for doubt in doubts if doubt.is_so), None)
+        error = self.mesh.pp.broadcast_object(mine, self.mesh.layout.loss_index)
+        return error or RuntimeError("the pipeline of another replica refused this batch, and says why")
 
     def _check(self, found: Tensor, wanted: float, names: list[str]) -> None:
         """Raise if ranks disagree. On devices that run behind the host, the numbers are read when the next batch comes."""

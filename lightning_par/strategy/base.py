@@ -30,6 +30,7 @@ from lightning_par.numerics import seed_streams
 from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
+from lightning_par.strategy.epoch_ends import last_stage_speaks
 from lightning_par.strategy.facts import model_facts
 from lightning_par.strategy.frozen import empty_optimizers, require_parameters
 from lightning_par.strategy.refusals import loop_violations, module_violations
@@ -244,6 +245,8 @@ class HybridParallelStrategy(ParallelStrategy):
         self._buffers = BufferSync(state.buffer_places(self._assembled).values(), self.mesh.data)
         state.share_rng(self.mesh)
         seams.restrict_metrics(module, self.mesh.dp)
+        if self.layout.pp > 1:
+            self._until_teardown.enter_context(last_stage_speaks(module, self.mesh, self.root_device))
         self._runner = StepRunner(module, self.mesh, self._assembled.pipeline, self.root_device)
         self.precision_plugin.use(self.root_device, None)
         if self._fits(trainer):

@@ -1,60 +1,143 @@
-"""Cut a batch into the pieces that a pipeline and context shards work on."""
+"""Cut a batch into the pieces that a pipeline and context shards work on, and put together what steps return for them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
+from enum import Enum
+from numbers import Integral, Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_par.layout import Span, split
-from lightning_par.numerics import batch_size
+from lightning_par.numerics import Array, are_samples, batch_size, children, with_children
+
+PLAIN = (str, bytes, Number, Enum, np.generic, type, type(None), torch.dtype, torch.device, torch.Size)
+"""No data of single samples."""
 
 
 def microbatches(batch: Any, count: int) -> list[Any]:
-    """``batch`` as ``count`` batches of nearly equal size: every tensor and sequence that is as long as the batch is cut."""
+    """``batch`` as ``count`` batches of nearly equal size: every tensor, array and list of samples as long as the batch is cut.
+
+    See Note [Fields and samples] in ``numerics.samples``.
+
+    Raises:
+        ValueError: something in it cannot be cut, or it cannot be told whether it is to be.
+    """
+    if count == 1:
+        return [batch]
     size = batch_size(batch)
-    return [_take(batch, span, size) for span in split(size, count)]
+    return [_take(batch, span, size, "batch", is_top=True) for span in split(size, count)]
+
+
+def sizes_of(samples: int, count: int) -> list[int]:
+    """The samples of each of ``count`` micro-batches."""
+    return [span.size for span in split(samples, count)]
 
 
 def signature(batch: Any) -> Hashable:
     """Shapes and dtypes of a batch's tensors, in order: equal for batches that lead to activations of equal shapes."""
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Array):
         return tuple(batch.shape), batch.dtype
-    if isinstance(batch, Mapping):
-        return tuple((key, signature(value)) for key, value in batch.items())
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
+    if (parts := children(batch)) is not None:
+        return tuple((key, signature(value)) for key, value in parts.items())
+    if isinstance(batch, list | tuple):
         return tuple(signature(value) for value in batch)
     return type(batch).__name__
 
 
-def _take(value: Any, span: Span, size: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[span.slice()] if value.dim() and value.shape[0] == size else value
-    if isinstance(value, Mapping):
-        items = {key: _take(item, span, size) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_take(item, span, size) for item in value))
-    if isinstance(value, list | tuple):
-        if len(value) == size and not any(isinstance(item, Tensor | Mapping | list | tuple) for item in value):
+def _take(value: Any, span: Span, size: int, name: str, *, is_top: bool = False) -> Any:
+    if isinstance(value, Array):
+        return value[span.slice()] if value.ndim and len(value) == size else value
+    if isinstance(value, PLAIN):
+        return value
+    parts = children(value) if not isinstance(value, PackedSequence) else None
+    if parts is not None:
+        return with_children(value, {key: _take(part, span, size, f"{name}[{key!r}]") for key, part in parts.items()})
+    if type(value) in (list, tuple):
+        if are_samples(value, size, name, is_top=is_top, of_lists=True):
             return value[span.slice()]
-        return type(value)(_take(item, span, size) for item in value)
-    return value
+        return type(value)(_take(item, span, size, f"{name}[{place}]") for place, item in enumerate(value))
+    raise ValueError(
+        f"{name} is a {type(value).__name__}, and a pipeline cannot tell how to cut it into micro-batches. Give tensors, NumPy arrays, "
+        "dicts, dataclasses, or lists with one item for each sample; or use microbatches=1"
+    )
 
 
-def join(outputs: list[Any], shares: list[Tensor]) -> Any:
-    """One batch's output from those of its micro-batches: numbers are averaged with ``shares``, tensors and lists put together."""
+def join(outputs: list[Any], shares: list[Tensor], samples: int, name: str) -> Any:
+    """One batch's output from those of its micro-batches.
+
+    Numbers are averaged with ``shares``, tensors, arrays and lists with one row or item for each sample put together.
+
+    Args:
+        samples: of the whole batch, which ``microbatches`` has cut.
+        name: what the output is called in messages.
+
+    Raises:
+        ValueError: there is something else in it, and it is not known what one process would return.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    return _join(outputs, shares, sizes_of(samples, len(outputs)), name)
+
+
+def _join(outputs: list[Any], shares: list[Tensor], sizes: list[int], name: str) -> Any:
     first = outputs[0]
-    if isinstance(first, Tensor):
-        if first.dim() == 0:
-            return sum((value * share for value, share in zip(outputs, shares, strict=True)), start=first.new_zeros(())).to(first.dtype)
-        return torch.cat(outputs)
-    if isinstance(first, Mapping):
-        return {key: join([output[key] for output in outputs], shares) for key in first}
-    if isinstance(first, tuple):
-        return tuple(join(list(items), shares) for items in zip(*outputs, strict=True))
-    if isinstance(first, list):
-        return [item for output in outputs for item in output]
+    if len(kinds := sorted({type(output).__name__ for output in outputs})) > 1:
+        raise _refusal(name, f"is of types {', '.join(kinds)}")
+    if isinstance(first, Array) and first.ndim:
+        if [len(output) for output in outputs] != sizes:
+            raise _refusal(name, f"has {[len(output) for output in outputs]} rows for {sizes} samples")
+        return torch.cat(outputs) if isinstance(first, Tensor) else np.concatenate(outputs)
+    if isinstance(first, Array | Number | np.generic) and not isinstance(first, bool):
+        return _mean(outputs, shares, name)
+    if (parts := children(first)) is not None:
+        several = [children(output) for output in outputs]
+        if any(other.keys() != parts.keys() for other in several):
+            raise _refusal(name, "has different keys")
+        return with_children(first, {key: _join([other[key] for other in several], shares, sizes, f"{name}[{key!r}]") for key in parts})
+    if isinstance(first, list | tuple):
+        lengths = [len(output) for output in outputs]
+        if isinstance(first, list) and lengths == sizes and are_samples(first, sizes[0], name):
+            return [item for output in outputs for item in output]
+        if len(set(lengths)) > 1:
+            raise _refusal(name, f"has {lengths} items for {sizes} samples")
+        return type(first)(_join(list(items), shares, sizes, f"{name}[{place}]") for place, items in enumerate(zip(*outputs, strict=True)))
+    if not all(_is_same(first, output) for output in outputs):
+        raise _refusal(name, f"is a {type(first).__name__}, another for each")
     return first
+
+
+def _mean(outputs: list[Any], shares: list[Tensor], name: str) -> Any:
+    first = outputs[0]
+    is_whole = not torch.is_floating_point(first) and not first.is_complex() if isinstance(first, Tensor) else _is_whole(first)
+    if is_whole:
+        raise _refusal(name, "is a whole number, perhaps a count")
+    weights = torch.stack(shares)
+    values = torch.stack([torch.as_tensor(output, device=weights.device) for output in outputs])
+    summed = torch.where(weights > 0, values * weights, 0.0).sum()  # a mean over nothing is NaN, and counts nothing
+    mean = summed / weights.sum()  # of a context shard the shares are parts of one
+    if isinstance(first, Tensor):
+        return mean.to(first)
+    return np.asarray(mean.item(), first.dtype) if isinstance(first, np.ndarray) else type(first)(mean.item())
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, Integral) or np.asarray(number).dtype.kind not in "fc"
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # comparing such objects has another meaning
+        return False
+
+
+def _refusal(name: str, what: str) -> ValueError:
+    return ValueError(
+        f"{name} {what}: a pipeline runs the step on micro-batches, and cannot tell what it would be for the whole batch. Return tensors, "
+        "arrays or lists with one row or item for each sample, and means over samples as floats; or use microbatches=1"
+    )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_par.layout import ParallelLayout
 from lightning_par.pipeline import PipelineError, place
@@ -61,4 +65,36 @@ def loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer:
             f"{norms[0]} is a batch norm: with pp={layout.pp}, cp={layout.cp} it would see parts of a batch, and its statistics would be "
             "others than those of one process; use a norm over features, or pp=1 and cp=1"
         )
+    is_run_once = layout.pp == 1 or (layout.microbatches == 1 and layout.chunks == 1)
+    tracking = [
+        name for name, submodule in module.named_modules() if isinstance(submodule, _InstanceNorm) and submodule.track_running_stats
+    ]
+    if tracking and (not is_run_once or layout.cp > 1):
+        found.append(
+            f"{tracking[0]} is an instance norm with track_running_stats=True: with pp={layout.pp}, cp={layout.cp} it would update its "
+            "statistics with every part of a batch; set track_running_stats=False, or microbatches=1 and cp=1"
+        )
+    spectral = [name for name, submodule in module.named_modules() if _has_spectral_norm(submodule)]
+    if spectral and not is_run_once:
+        found.append(
+            f"{spectral[0]} has a spectral_norm: with pp={layout.pp} it would update its estimate of a weight's norm with every "
+            "micro-batch, not once a batch; set microbatches=1 and chunks=1, or pp=1"
+        )
+    if layout.pp > 1 and module.example_input_array is not None and (runs := _runs_example(trainer)):
+        found.append(
+            f"example_input_array with pp={layout.pp}: {runs} would run the model on it, but layers of other stages run only within "
+            "steps; pass Trainer(enable_model_summary=False) and no log_graph, or set example_input_array=None"
+        )
     return found
+
+
+def _has_spectral_norm(module: nn.Module) -> bool:
+    """That of ``parametrizations``, or the older one."""
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+
+
+def _runs_example(trainer: pl.Trainer) -> str:
+    """What would run the model's example input before training; nothing: ''."""
+    if any(isinstance(callback, ModelSummary) and callback._max_depth for callback in trainer.callbacks):
+        return "the model summary"
+    return next((f"{type(logger).__name__}(log_graph=True)" for logger in trainer.loggers if getattr(logger, "_log_graph", False)), "")

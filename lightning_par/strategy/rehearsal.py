@@ -4,12 +4,12 @@ Note [A step nobody saw]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Which modules come before a pipeline's layers and which after, and what each layer costs, shows itself when the step runs. So it runs a
 few times too many, before anything is cut: on the meta device, which computes nothing, and, for ``balance=profile``, on the first piece of
-a real batch. A module is cut once, for all
-that its Trainer will do: on the meta device training_step and validation_step run both, whichever comes first, if need be on the other's
-batches. Afterwards everything is as it was: random generators, buffers, modes, counters and metrics of the module; nothing is logged,
-no gradient comes to be. The dataloaders are those of a hook called once too often (Lightning's own call comes after ``on_fit_start`` and
-after a checkpoint was loaded, and must not be forestalled); what is read are their first samples, past any sampler. Ranks may see
-different times, and different data: what rank 0 saw, or the median of all, is what all go by.
+a real batch. A module is cut once, for all that its Trainer will do: on the meta device training_step and validation_step run both,
+whichever comes first, if need be on the other's batches. Afterwards everything is as it was: random generators, buffers, modes, counters
+and metrics of the module; nothing is logged, no gradient comes to be. The dataloaders are those of a hook called once too often
+(Lightning's own call comes after ``on_fit_start`` and after a checkpoint was loaded, and must not be forestalled); what is read are their
+first samples, past any sampler. Ranks may see different times, and different data: what rank 0 saw, or the median of all, is what all go
+by.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_par.checkpoint.native import recover
@@ -63,8 +63,10 @@ __all__ = [
     "is_validating",
     "join_world",
     "length",
+    "logged_in",
     "logged_in_training",
     "logged_values_are_synced",
+    "metric_states",
     "metrics",
     "no_word_of_lost_places",
     "note_sigterm",
@@ -76,7 +78,9 @@ __all__ = [
     "seed_workers",
     "set_batches",
     "set_epoch",
+    "set_logged",
     "set_logged_rank",
+    "set_metric_states",
     "set_metrics",
     "set_up_again",
     "takes_batches",
@@ -344,6 +348,55 @@ def restrict_metrics(module: torch.nn.Module, group: Group) -> None:
             metric.process_group = group.handle
             if group.size == 1:
                 metric.distributed_available_fn = lambda: False
+
+
+def metric_states(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """By name, what the torchmetrics of a module have counted."""
+    found = dict(module.named_modules())
+    for collection in found.values():
+        if isinstance(collection, MetricCollection):
+            list(collection.items())  # one metric of several with the same state counts for them; here they get it
+    return {name: _metric_state(metric) for name, metric in found.items() if isinstance(metric, Metric)}
+
+
+def set_metric_states(module: torch.nn.Module, states: dict[str, dict[str, Any]]) -> list[str]:
+    """Let metrics go on from ``states``; the names of those that have counted something and are not among them."""
+    metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    for name in metrics.keys() & states.keys():
+        metrics[name]._computed = None
+        for attribute, value in states[name].items():
+            setattr(metrics[name], attribute, value)
+    return [name for name, metric in metrics.items() if name not in states and metric._update_count]
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    return {attribute: getattr(metric, attribute) for attribute in (*metric._defaults, "_update_count")}
+
+
+def logged_in(trainer: pl.Trainer, hook: str) -> dict[str, dict[str, Tensor]]:
+    """By name, the values that ``self.log`` has taken in a hook, but for those of rank 0 only."""
+    return {key: _logged_state(metric) for key, metric in _logged_now(trainer) if metric.meta.fx.split(".")[0] == hook}
+
+
+def set_logged(trainer: pl.Trainer, values: dict[str, dict[str, Tensor]]) -> None:
+    """Take these for what was logged under their names."""
+    for key, metric in _logged_now(trainer):
+        if key in values:
+            metric._computed = None
+            for attribute, value in values[key].items():
+                setattr(metric, attribute, value.to(metric.value.device))
+
+
+def _logged_now(trainer: pl.Trainer) -> list[tuple[str, Any]]:
+    results = trainer._results or {}
+    return [(key, metric) for key, metric in results.items() if not metric.has_reset and not metric.meta.sync.rank_zero_only]
+
+
+def _logged_state(metric: Any) -> dict[str, Tensor]:
+    if not metric.is_tensor:
+        return {}  # a torchmetric, which has a state of its own
+    state = {attribute: getattr(metric, attribute) for attribute in (*metric._defaults, "_forward_cache")}
+    return {attribute: value for attribute, value in state.items() if value is not None}
 
 
 def dataloaders(trainer: pl.Trainer) -> Any:

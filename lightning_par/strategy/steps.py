@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_par.comm import Mesh
 from lightning_par.context import RingAttention, ShardedBatch, ring_attention, shard_batch, verify_step
 from lightning_par.numerics import IGNORED_LABEL, LabelWatch, batch_size, loss_weight
 from lightning_par.pipeline import Pipeline
 from lightning_par.strategy import seams
-from lightning_par.strategy.agree import Agreement
+from lightning_par.strategy.agree import Agreement, Doubt
 from lightning_par.strategy.logs import recording
-from lightning_par.strategy.pieces import join, microbatches, signature
+from lightning_par.strategy.pieces import join, microbatches, signature, sizes_of
 from lightning_par.zero import DataParallel
 
 Step = Callable[..., Any]
@@ -82,8 +83,10 @@ class StepRunner:
         kwargs: dict[str, Any],
         *,
         scaled: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+    ) -> Tensor | dict[str, Any]:
         """One batch through the pipeline, forward and backward: its loss, in float64 since early stages know no other dtype.
+
+        If the step returned more, so does this, on every rank of a replica (under context parallelism that of this shard).
 
         Gradients are left in ``data_parallel``, not yet reduced.
 
@@ -91,48 +94,61 @@ class StepRunner:
             scaled: what becomes of a loss before backward.
         """
         assert self.pipeline is not None
-        pieces = self._pieces(args[0], self._count(args[0]))
+        samples = self._samples(args[0])
+        pieces = self._pieces(args[0], self._count(samples))
         losses: list[Tensor] = []
-        watch = LabelWatch() if self.pipeline.is_last and "train" not in self._verified else None
+        others: list[dict[str, Any]] = []
+        unknown: list[Tensor] = []
+        watch = LabelWatch()
 
         with recording(self.module, self.device, deferred=True) as log:
 
             def forward(m: int) -> Tensor:
                 log.weight = pieces[m].share
-                if watch is not None:
-                    watch.next_piece()
-                with context(), log.attempt(), watch or nullcontext():
-                    loss = self._loss_of(step(pieces[m].batch, *args[1:], **kwargs))
+                watch.next_piece()
+                with context(), log.attempt(), watch if self.pipeline.is_last else nullcontext():
+                    output = step(pieces[m].batch, *args[1:], **kwargs)
+                    unknown.append(self._is_unknown(output, pieces[m].share))
+                loss = self._loss_of(output)
                 if loss is None:
                     raise RuntimeError("training_step returned no loss: under a pipeline a batch cannot be skipped")
-                if watch is not None:
-                    self._refuse_nan(loss, pieces[m].share)
+                if ("train" not in self._verified or not loss.requires_grad) and unknown[-1]:
+                    raise self._nan_error()  # before backward, which would not understand it
                 losses.append(loss.detach())
+                others.append({key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {})
                 return scaled(loss * pieces[m].share.to(loss.dtype))
 
             with self.attention(), data_parallel.hold():
                 signatures = [("train", signature(piece.batch)) for piece in pieces]
                 self.pipeline.forward_backward(forward, signatures, split=not data_parallel.kept.frees_values)
-        if watch is not None:
-            if self.mesh.cp.size == 1:
-                watch.require([piece.share for piece in pieces])
-            self._verify("train", pieces[0].batch)
+        doubts = []
+        if losses:
+            doubts = [Doubt(torch.stack(unknown).any(), self._nan_error), *self._doubts(watch, pieces, samples, losses)]
         shares = [piece.share for piece in pieces[: len(losses)]]
-        value = self.agreement.reach(log, losses, shares, batch_size(args[0]), last=self._is_last_batch)
-        return value.requires_grad_()
+        value = self.agreement.reach(
+            log, losses, shares, samples, last=self._is_last_batch, more=any(others), doubts=doubts
+        ).requires_grad_()
+        if losses:
+            self._verify("train", pieces[0].batch)
+        if not self.agreement.more:
+            return value
+        return {"loss": value, **self._shared(others, pieces, samples, "training_step")}
 
     def evaluate(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One batch of validation, test or prediction: what the step returned, the same on every rank of a replica.
 
         Under context parallelism that holds for a step that returns one number; anything else is this shard's.
         """
-        pieces = self._pieces(args[0], self._count(args[0]) if self.pipeline else 1)
+        samples = self._samples(args[0]) if self.pipeline else None
+        pieces = self._pieces(args[0], self._count(samples) if self.pipeline else 1)
         outputs: list[Any] = []
+        watch = LabelWatch()
         with recording(self.module, self.device, deferred=self.pipeline is not None) as log, self.attention():
 
             def forward(m: int) -> None:
                 log.weight = pieces[m].share
-                with context(), log.attempt():
+                watch.next_piece()
+                with context(), log.attempt(), watch if len(pieces) > 1 and self.pipeline.is_last else nullcontext():
                     outputs.append(step(pieces[m].batch, *args[1:], **kwargs))
 
             if self.pipeline is None:
@@ -141,24 +157,21 @@ class StepRunner:
                 self.pipeline.forward_only(forward, [(step.__name__, signature(piece.batch)) for piece in pieces])
         if self.pipeline is None or self.pipeline.is_last:
             self._verify(step.__name__, pieces[0].batch)
+        doubts = self._doubts(watch, pieces, samples) if outputs else []
         if self.pipeline is not None:
-            joined = join(outputs, [piece.share for piece in pieces]) if outputs else None
-            onto_host = apply_to_collection(joined, Tensor, Tensor.cpu)  # a pickled CUDA tensor would come back on the sender's device
-            shared = self.mesh.pp.broadcast_object(onto_host, self.mesh.layout.loss_index)
-            outputs = [apply_to_collection(shared, Tensor, lambda tensor: tensor.to(self.device))]
-        samples = batch_size(args[0]) if self.pipeline else None
+            outputs = [self._shared(outputs, pieces, samples, step.__name__)]
         if self.mesh.cp.size == 1 or not isinstance(outputs[0], Tensor) or outputs[0].numel() != 1:
-            self.agreement.reach(log, [], [], samples)
+            self.agreement.reach(log, [], [], samples, doubts=doubts)
             return outputs[0]
         if self.pipeline is None:
             value = self.agreement.reach(log, [outputs[0]], [pieces[0].share])
-        else:  # micro-batches were joined with their shares: what is left is this shard's part of a sum
-            value = self.agreement.reach(log, [outputs[0] * self.mesh.cp.size], [torch.ones_like(pieces[0].share)], samples)
+        else:  # micro-batches were joined: one value of this shard
+            value = self.agreement.reach(log, [outputs[0]], [sum(piece.share for piece in pieces)], samples, doubts=doubts)
         return value.to(outputs[0]).reshape(outputs[0].shape)
 
     def rehearse(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step on the first piece that a pipeline would cut from a batch: what it returned. Nothing is logged."""
-        piece = self._pieces(args[0], self._count(args[0]))[0]
+        piece = self._pieces(args[0], self._count(self._samples(args[0])))[0]
         with recording(self.module, self.device, deferred=True), self.attention(), context():
             return step(piece.batch, *args[1:], **kwargs)
 
@@ -174,8 +187,12 @@ class StepRunner:
     def _is_last_batch(self) -> bool:
         return seams.is_last_batch(self.module.trainer)
 
-    def _count(self, batch: Any) -> int:
-        return self.mesh.layout.microbatches_for(batch_size(batch))
+    def _samples(self, batch: Any) -> int | None:
+        """Those of a batch, which needs to have a number of them only if it is cut."""
+        return batch_size(batch) if self.mesh.layout.microbatches != 1 else None
+
+    def _count(self, samples: int | None) -> int:
+        return 1 if samples is None else self.mesh.layout.microbatches_for(samples)
 
     def _pieces(self, batch: Any, count: int) -> list[Piece]:
         """This rank's pieces, and their shares of the whole batch's weight."""
@@ -196,15 +213,49 @@ class StepRunner:
             if self._ring is not None:
                 verify_step(batch, self._ring)
 
-    def _refuse_nan(self, loss: Tensor, share: Tensor) -> None:
-        """The first batch: what stands in for modules of other stages answers NaN, so that using it is not mistaken for a result."""
-        if share > 0 and loss.isnan().any():
-            before = ", ".join(self.pipeline.placement.before) or "nothing"
-            raise RuntimeError(
-                "the loss of the first batch is NaN on the last pipeline stage. Unless it is in one process too, the model uses after its "
-                f"layers (or inside layers of later stages) what only the first stage computes; there are: {before}. Pass it through the "
-                "layers' outputs, name modules that are used after the layers (pipeline_after = ['model.norm'] on your module), or use pp=1"
-            )
+    def _shared(self, outputs: list[Any], pieces: list[Piece], samples: int | None, step: str) -> Any:
+        """What the step returned for the whole batch, on every rank of a pipeline; ``outputs`` are those of the last stage."""
+        joined = join(outputs, [piece.share for piece in pieces], samples, f"what {step} returned") if outputs else None
+        onto_host = apply_to_collection(joined, Tensor, lambda tensor: tensor.detach().cpu())  # pickled CUDA tensors come back elsewhere
+        shared = self.mesh.pp.broadcast_object(onto_host, self.mesh.layout.loss_index)
+        return apply_to_collection(shared, Tensor, lambda tensor: tensor.to(self.device))
+
+    def _doubts(self, watch: LabelWatch, pieces: list[Piece], samples: int | None, losses: list[Tensor] | None = None) -> list[Doubt]:
+        """What would be wrong if the micro-batches of a step were put together with their shares."""
+        if len(pieces) == 1 or samples is None or self.mesh.cp.size > 1:
+            return []
+        shares, sizes = [piece.share for piece in pieces], sizes_of(samples, len(pieces))
+        found = [Doubt(watch.averages_otherwise(shares, sizes).to(self.device), lambda: watch.complaint(shares))]
+        if losses:
+            found.append(Doubt(watch.adds_up(losses, sizes).to(self.device), _sum_error))
+        return found
+
+    def _is_unknown(self, output: Any, share: Tensor) -> Tensor:
+        """Whether the loss of a micro-batch may be NaN because of what stands in for modules of other stages: a 0-dim bool.
+
+        In the first batch any NaN is taken for that; later one that does not come from the stage before, nor from an overflow in float16.
+        """
+        loss = self._loss_of(output)
+        received = [tensor for tensor in tree_leaves(self.pipeline.layers.received) if _is_float(tensor)]
+        kind = self.device.type
+        is_half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        is_first = "train" not in self._verified
+        if loss is None or (not is_first and (is_half or any(tensor.dtype == torch.float16 for tensor in received))):
+            return torch.tensor(False, device=self.device)
+        is_nan = loss.detach().isnan().any() & (share > 0)
+        if not is_first:
+            for tensor in received:
+                is_nan = is_nan & tensor.detach().sum().isfinite()
+        return is_nan
+
+    def _nan_error(self) -> RuntimeError:
+        before = ", ".join(self.pipeline.placement.before) or "nothing"
+        when = "of the first batch is NaN" if "train" not in self._verified else "is NaN, and what the stage before sent is not,"
+        return RuntimeError(
+            f"the loss {when} on the last pipeline stage. Unless it is in one process too, the model uses after its layers (or inside "
+            f"layers of later stages) what only the first stage computes; there are: {before}. Pass it through the layers' outputs, name "
+            "modules that are used after the layers (pipeline_after = ['model.norm'] on your module), or use pp=1"
+        )
 
     def _loss_of(self, output: Any) -> Tensor | None:
         if not isinstance(output, Mapping):
@@ -215,6 +266,17 @@ class StepRunner:
                 f"not {IGNORED_LABEL} (or its samples); a weight of one's own is not supported there: leave it out, or use pp=1 and cp=1"
             )
         return output.get("loss")
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _sum_error() -> ValueError:
+    return ValueError(
+        "training_step's loss is a multiple of a summed cross entropy (reduction='sum'): that of a batch is the sum over its "
+        "micro-batches, which a pipeline takes for means. Return a mean over the samples or the labels that count, or set microbatches=1"
+    )
 
 
 def _weight(batch: Any, *, tokens: bool = False) -> Tensor:

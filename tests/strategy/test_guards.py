@@ -54,9 +54,9 @@ class Net(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         x, y = batch
-        x = first = self.inp(x)
         if self.blind:
-            x.detach().sum().item()
+            x.sum().item()
+        x = first = self.inp(x)
         for layer in self.layers:
             x = layer(x)
         if self.case == "skip":

@@ -8,7 +8,10 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_par import (
     ContextParallelStrategy,
@@ -113,3 +116,36 @@ def test_a_loss_that_transformers_collects_from_all_routers_is_refused_with_pipe
     model.model.config = SimpleNamespace(output_router_logits=True)
     with pytest.raises(LayoutError, match=r"pp=2: GPT has config\.output_router_logits=True.*set it to False"):
         Trainer(devices=2, strategy=HybridParallelStrategy(pp=2)).fit(model, token_loader(4))
+
+
+class Stateful(TinyGPT):
+    """With a layer that keeps count of what it has seen, or an example for the summary."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(layers=2)
+        if what == "instance norm":
+            self.extra = nn.InstanceNorm1d(2, track_running_stats=True)
+        elif what == "example":
+            self.example_input_array = torch.zeros(1, 3, dtype=torch.long)
+        else:
+            self.extra = nn.Sequential((spectral_norm if what == "parametrized" else nn.utils.spectral_norm)(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("instance norm", r"extra is an instance norm with track_running_stats=True: with pp=2"),
+        ("parametrized", r"extra\.0\.parametrizations\.weight\.0 has a spectral_norm: with pp=2"),
+        ("by a hook", r"extra\.0 has a spectral_norm: with pp=2"),
+        ("example", r"example_input_array with pp=2: the model summary.*enable_model_summary=False"),
+    ],
+)
+def test_what_would_run_once_a_micro_batch_or_outside_of_steps_is_refused(what: str, why: str) -> None:
+    layout = HybridParallelStrategy(pp=2)
+    with pytest.raises(LayoutError, match=why):
+        Trainer(devices=2, strategy=layout).fit(Stateful(what), token_loader(4))
+    with pytest.raises(LayoutError) as error:  # of something else, of everything
+        Trainer(devices=3, strategy=HybridParallelStrategy(pp=2, microbatches=1), enable_model_summary=False).fit(
+            Stateful(what), token_loader(4)
+        )
+    assert len(error.value.violations) == 1

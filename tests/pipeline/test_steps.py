@@ -1,0 +1,271 @@
+"""What steps of usual make do under a pipeline: the numbers of one process, or a refusal by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
+
+from lightning_par import HybridParallelStrategy
+from tests.harness import WorldError, run_world
+from tests.harness.models import QUIET
+
+
+class Net(L.LightningModule):
+    """Embedding, four layers, head; batches are tuples of inputs [6, 5] and classes [6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(5, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def loss(self, batch: list[Tensor], **options: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y, **options)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append({key: value.tolist() for key, value in outputs.items()})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(ignored: int | None = None, batch: int = 6) -> DataLoader:
+    """Batches of 24 samples; the class of one may be -100."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(24, 5, generator=generator, dtype=torch.float64), torch.randint(0, 3, (24,), generator=generator)
+    if ignored is not None:
+        y[ignored] = -100
+    return DataLoader(TensorDataset(x, y), batch_size=batch)
+
+
+def fit(build: Any, strategy: Any = "auto", devices: int = 1, loaders: Any = data, **options: Any) -> tuple[Any, dict[str, float]]:
+    given = loaders()
+    settings = QUIET | {"precision": "64-true", "max_epochs": 1, "num_sanity_val_steps": 0} | options
+    trainer = L.Trainer(devices=devices, strategy=strategy, **settings)
+    module = build()
+    trainer.fit(module, *(given if isinstance(given, tuple) else (given,)))
+    return module.seen, {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+def _fit_rank(build: Any, layout: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, float]]:
+    return fit(build, HybridParallelStrategy(**layout), 2, **options)
+
+
+def world(build: Any, layout: dict[str, Any] | None = None, **options: Any) -> list[tuple[Any, dict[str, float]]]:
+    return run_world(_fit_rank, 2, build, layout or {"pp": 2}, options)
+
+
+class Dict(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self(x)
+        return {"loss": F.cross_entropy(logits, y), "classes": logits.argmax(-1)}
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "microbatches": 4}, {"pp": 2, "chunks": 2, "schedule": "zbv"}])
+def test_hooks_get_all_that_a_training_step_returned(layout: dict[str, Any]) -> None:
+    wanted, _ = fit(Dict)
+    assert len(wanted[0]["classes"]) == 6
+    for seen, _ in world(Dict, layout):
+        for mine, one in zip(seen, wanted, strict=True):
+            assert mine == {"loss": pytest.approx(one["loss"], abs=1e-10), "classes": one["classes"]}
+
+
+class Weighted(Net):
+    """Batches weigh in the mean over the epoch by a number that the step says."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        tokens = int((batch[0] > 0).sum())
+        loss = self.loss(batch)
+        self.log("val_loss", loss, batch_size=tokens)
+        self.log("by_samples", loss, batch_size=len(batch[0]))
+
+
+def test_a_batch_size_that_is_logged_adds_up_over_micro_batches() -> None:
+    _, wanted = fit(Weighted, loaders=_both)
+    assert wanted["val_loss"] != pytest.approx(wanted["by_samples"], rel=1e-5)
+    for _, metrics in world(Weighted, loaders=_both):
+        assert metrics == pytest.approx(wanted, rel=1e-6)
+
+
+def _both(train: int | None = None, validation: int | None = None) -> tuple[DataLoader, DataLoader]:
+    return data(train), data(validation)
+
+
+class InLayer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].register_forward_hook(
+            lambda module, args, output: self.log("norm", output.norm().item())
+        )  # of which no dry run knows
+
+
+class OwnLogger(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if isinstance(self.logger, CSVLogger):
+            self.logger.log_metrics({"mine": loss.item()})
+        return loss
+
+
+class InLayerMetric(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0][0].mean = metric = MeanMetric()
+        self.layers[0].register_forward_hook(lambda module, args, output: metric.update(output.detach()))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.layers[0][0].mean.compute())
+
+
+class OnOneRank(Net):
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 1:
+            self.log("mine", 1.0)
+
+
+class Sum(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return 0.1 * self.loss(batch, reduction="sum")
+
+
+class Two(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        return F.cross_entropy(logits, y) + F.cross_entropy(logits, y.where(torch.arange(len(y)) % 3 > 0, -100))
+
+
+class ClassWeights(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch, weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+
+
+class Validated(Net):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+class EverySecond(Net):
+    """Uses the embedding behind the layers as well, but not in the first batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss + self.embed(batch[0]).square().mean() if batch_idx % 2 else loss
+
+
+@pytest.mark.parametrize(
+    ("build", "loaders", "why"),
+    [
+        (InLayer, data, r"self.log\('norm', ...\) was called on a pipeline stage before the last"),
+        (OwnLogger, data, r"self.logger.log_metrics in a step under a pipeline.*on_train_batch_end"),
+        (InLayerMetric, data, "the metric layers.0.0.mean is updated on a pipeline stage before the last"),
+        (OnOneRank, data, "in on_train_epoch_end only some pipeline ranks have logged on_train_epoch_end.mine"),
+        (Sum, data, "multiple of a summed cross entropy"),
+        (Two, partial(data, None, 7), "have no common weight"),
+        (ClassWeights, data, "class weights, have no common weight"),
+        (Validated, partial(data, 13), r"average over \[2, 3\] targets"),
+        (Validated, partial(_both, None, 13), r"evaluate(?s:.*)average over \[2, 3\] targets"),
+        (EverySecond, data, r"the loss is NaN, and what the stage before sent is not.*there are: embed"),
+    ],
+    ids=[
+        "log in a layer",
+        "logger",
+        "metric in a layer",
+        "log on one rank",
+        "sum",
+        "two",
+        "class weights",
+        "ignored in a later batch",
+        "ignored in validation",
+        "NaN in a later batch",
+    ],
+)
+def test_what_micro_batches_would_make_another_number_of_is_refused(build: Any, loaders: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match=why):
+        world(build, loaders=loaders, logger=CSVLogger(tmp_path))
+
+
+class OwnMean(Net):
+    """A mean all the same, and a sum that is only logged."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        summed = self.loss(batch, reduction="sum")
+        self.log("summed", summed, reduce_fx="sum", on_step=False, on_epoch=True)
+        return summed / len(batch[0])
+
+
+def test_a_sum_that_is_divided_or_only_logged_is_right() -> None:
+    wanted, metrics = fit(OwnMean)
+    for seen, mine in world(OwnMean, {"pp": 2, "microbatches": 4}):
+        assert [step["loss"] for step in seen] == pytest.approx([step["loss"] for step in wanted], abs=1e-10)
+        assert mine == pytest.approx(metrics, rel=1e-6)
+
+
+class Epochs(Net):
+    """Metrics and sums of an epoch are logged at its end; a scheduler goes by one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = MetricCollection([MulticlassAccuracy(3), MulticlassPrecision(3)])
+        self.trained = MulticlassAccuracy(3)
+        self.right = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        self.trained.update(logits, batch[1])
+        return F.cross_entropy(logits, batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("trained", self.trained.compute())
+        self.trained.reset()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.metrics.update(logits, batch[1])
+        self.right += int((logits.argmax(-1) == batch[1]).sum())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.metrics.compute())
+        self.metrics.reset()
+        self.log("right", float(self.right))
+        self.seen.append({"rate": self.optimizers().param_groups[0]["lr"]})
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "trained"}}
+
+
+def test_what_is_logged_at_the_end_of_an_epoch_is_the_last_stages_and_decides_for_all() -> None:
+    options = {"loaders": _both, "max_epochs": 6}
+    wanted, metrics = fit(Epochs, callbacks=[EarlyStopping("MulticlassAccuracy", mode="max", patience=3)], **options)
+    assert 0 < metrics["MulticlassAccuracy"] < 1
+    for seen, mine in world(Epochs, callbacks=[EarlyStopping("MulticlassAccuracy", mode="max", patience=3)], **options):
+        assert len(seen) == len(wanted)
+        assert [step["rate"] for step in seen if "rate" in step] == [step["rate"] for step in wanted if "rate" in step]
+        assert mine == pytest.approx(metrics, rel=1e-6)
