@@ -92,6 +92,7 @@ def test_averages_go_on_from_a_checkpoint(layout: dict[str, Any], tmp_path: Path
     assert not module.first.weight.equal(read.first.weight)
 
 
+@pytest.mark.slow
 def test_plain_lightning_and_we_take_each_others_averages(tmp_path: Path) -> None:
     plain = _fit({}, 3, tmp_path / "plain.ckpt")
     resumed = run_world(_fit, 2, {"zero": 1}, 3, None, tmp_path / "plain.ckpt")[0]["averaged"]

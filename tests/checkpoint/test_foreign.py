@@ -88,6 +88,7 @@ def test_plain_lightning_goes_on_from_a_single_file_of_ours(tmp_path: Path) -> N
         torch.testing.assert_close(resumed.weights[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_plain_lightning_goes_on_from_a_folder_of_ours_and_validates_any(tmp_path: Path) -> None:
     straight = _plain(2 * STEPS)
     fit_world({"dp": 2, "zero": 2}, STEPS, save=tmp_path / "last", dropout=0.0)

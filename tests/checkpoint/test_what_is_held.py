@@ -182,7 +182,9 @@ def _average(layout: dict[str, Any], folder: Path) -> list[dict[str, Tensor] | N
 
 
 @pytest.mark.parametrize(
-    "layout", [{"pp": 2, "microbatches": 1}, {"pp": 2, "microbatches": 1, "chunks": 2, "schedule": "zbv"}], ids=["pp2", "zbv"]
+    "layout",
+    [{"pp": 2, "microbatches": 1}, pytest.param({"pp": 2, "microbatches": 1, "chunks": 2, "schedule": "zbv"}, marks=pytest.mark.slow)],
+    ids=["pp2", "zbv"],
 )
 def test_K2_a_buffer_that_one_stage_changes_is_saved_by_that_stage(layout: dict[str, Any], tmp_path: Path) -> None:
     (straight, _), *_ = run_world(_average, 1, {}, tmp_path / "one")

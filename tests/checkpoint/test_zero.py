@@ -77,7 +77,8 @@ def _moments_of_all(world: int, save: Path | None = None, resume: Path | None = 
     return told
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_Z6_moments_find_their_elements_whatever_the_padding(world: int, tmp_path: Path) -> None:
     """Saved by 2 and by 4 ranks, whose flat buckets end in different paddings, and read by 4, 2 and 1."""
     saved = run_world(_moments_of_all, world, world, tmp_path)[0]

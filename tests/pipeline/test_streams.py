@@ -102,6 +102,7 @@ def test_every_stage_draws_the_noise_of_a_micro_batch_alike(layout: dict[str, An
     assert first["states"][1:] == second["states"][1:]
 
 
+@pytest.mark.slow
 def test_the_loss_of_noise_drawn_in_the_step_does_not_depend_on_the_stages() -> None:
     runs = {name: run_world(_fit, 2, layout, 0.0)[0]["losses"] for name, layout in LAYOUTS.items()}
     runs["four ranks"] = run_world(_fit, 4, {"pp": 4}, 0.0)[0]["losses"]

@@ -587,7 +587,7 @@ def _warnings(folder: Path, interval: str) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("interval", ["step", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_K10_a_schedule_whose_metric_a_checkpoint_cannot_have_is_named(interval: str, tmp_path: Path) -> None:
     told = [one for one in run_world(_warnings, 1, tmp_path, interval)[0] if "is lost: ReduceLROnPlateau on trained leaves this" in one]
     assert len(told) == 1

@@ -42,6 +42,7 @@ def test_w4_w5_each_job_of_a_process_is_a_run_of_its_own_with_its_config_from_th
     assert all(next(run.glob("*.wandb")).stat().st_size > 0 for run in runs)
 
 
+@pytest.mark.slow
 def test_w1_other_ranks_than_0_start_no_run(tmp_path):
     assert run_jobs(tmp_path, [{"seed": 1}], RANK="1", LOCAL_RANK="1") == [{}]
     assert not list(tmp_path.glob("wandb/*run-*"))

@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name[5] in "12" else ()) for name in CASES])
 def test_Z8_a_parameter_that_one_rank_does_not_use_holds_nobody_up(name: str) -> None:
     assert_parity(CASES[name], [rank[name] for rank in outcomes(CASES, 2)])
 
