@@ -8,8 +8,8 @@ what is left between a step and its simulation is what the engine costs: Python,
 adds its weight to what passes, so that the gradients are real. Both sides run the same layers; each of their naps is a nap of the
 simulator, which knows no latency. A stage's two backward naps are taken together where a schedule does not part them.
 
-A sleep lasts longer than it is asked to. How long it really is, is measured before the steps, while all ranks sleep and nothing else runs;
-the simulator is given that.
+A layer takes longer than its naps: sleeps do, and it adds and sums up activations. How long it really takes is measured before the steps,
+while all ranks run one and nothing is sent; the simulator is given that.
 """
 
 from __future__ import annotations
@@ -94,15 +94,21 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return output.square().sum()
 
 
-def _real(nap: float, naps: int = 20) -> float:
-    """Seconds that a sleep of ``nap`` seconds takes, on average over all ranks. They call together."""
+def _measured(layer: nn.Module, elements: int, times: int = 10) -> Costs:
+    """What a layer takes forward and backward, on average over all ranks. They call together."""
+    took = torch.zeros(2, dtype=torch.float64)
+    grad = torch.ones(1, elements)
     dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(naps):
-        time.sleep(nap)
-    took = torch.tensor((time.perf_counter() - begin) / naps, dtype=torch.float64)
+    for _ in range(times):
+        x = torch.ones(1, elements, requires_grad=True)
+        begin = time.perf_counter()
+        output = layer(x)
+        middle = time.perf_counter()
+        output.backward(grad)
+        took += torch.tensor([middle - begin, time.perf_counter() - middle])
     dist.all_reduce(took)
-    return took.item() / dist.get_world_size()
+    forward, backward = (took / times / dist.get_world_size()).tolist()
+    return Costs(forward, backward / 2, backward / 2)
 
 
 Step = Callable[[], object]
@@ -120,11 +126,12 @@ class Bench:
     def chunks(self, schedule: str) -> int:
         return 1 if SCHEDULES[schedule].refusal(1) is None and schedule != "interleaved_1f1b" else 2
 
-    def simulated(self, schedule: str, lasting: Callable[[float], float] = float) -> float:
-        """Seconds of a step, if a sleep of some seconds is one of ``lasting`` (seconds)."""
+    def simulated(self, schedule: str, lasting: Callable[[nn.Module, int], Costs] | None = None) -> float:
+        """Seconds of a step, if a layer takes what ``lasting`` says of it and an activation of so many elements, or just its naps."""
         chunks = self.chunks(schedule)
-        naps = [lasting(self.nap / chunks)] * 3
-        return simulate(training_plan(schedule, self.ranks, chunks, self.microbatches), Costs(*naps)).makespan
+        nap = self.nap / chunks
+        costs = Costs(nap, nap, nap) if lasting is None else lasting(SleepingLayer(nap), self.elements)
+        return simulate(training_plan(schedule, self.ranks, chunks, self.microbatches), costs).makespan
 
     def layers(self, schedule: str) -> SleepingModel:
         chunks = self.chunks(schedule)
@@ -180,7 +187,7 @@ def main(arguments: list[str]) -> int:
         for microbatches in options.microbatches:
             bench = Bench(options.ranks, microbatches, options.elements, options.nap / 1e3)
             steps = [bench.ours(schedule), *([bench.torch(schedule)] if schedule in TORCH else [])]
-            expected = bench.simulated(schedule, _real)
+            expected = bench.simulated(schedule, _measured)
             ours, *theirs = (median(took) for took in measure(steps, options.rounds))
             kept &= ours <= SIMULATED * expected and all(ours <= PEER * peer for peer in theirs)
             peers = [cell for peer in theirs for cell in (f"{1e3 * peer:.0f}", f"{ours / peer:.3f}")] or ["-", "-"]
@@ -199,9 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks.pipeline", description="Pipeline steps against the simulator and torch.")
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=list(SCHEDULES))
     parser.add_argument("--microbatches", type=lambda text: [int(m) for m in text.split(",")], default=[8, 16])
-    parser.add_argument("--nap", type=float, default=50.0, help="milliseconds that a rank's forward of a micro-batch takes; backward twice")
+    parser.add_argument("--nap", type=float, default=100.0, help="milliseconds that a rank's forward of a micro-batch takes; backward twice")
     parser.add_argument("--elements", type=int, default=2**18, help="of an activation (fp32)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--link", default=HOST, help="as in benchmarks.zero")
     parser.add_argument("--check", action="store_true", help="exit 1 if a step takes more than it may")
