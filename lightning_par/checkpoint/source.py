@@ -142,7 +142,8 @@ class Source:
 
     def with_weights(self, weights: Mapping[str, str | Tensor]) -> Source:
         """The same with these parameters and buffers, by name: each one of this checkpoint's, or a tensor."""
-        rest = {name: entry for name, entry in self.entries.items() if name not in set(self.weights)}
+        replaced = {*self.weights}
+        rest = {name: entry for name, entry in self.entries.items() if name not in replaced}
         chosen = {
             f"{MODEL}.{name}": Entry.of(weight) if isinstance(weight, Tensor) else self.entries[f"{MODEL}.{weight}"]
             for name, weight in weights.items()
