@@ -206,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks.pipeline", description="Pipeline steps against the simulator and torch.")
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=list(SCHEDULES))
     parser.add_argument("--microbatches", type=lambda text: [int(m) for m in text.split(",")], default=[8, 16])
-    parser.add_argument("--nap", type=float, default=100.0, help="milliseconds that a rank's forward of a micro-batch takes; backward twice")
+    parser.add_argument("--nap", type=float, default=100.0, help="milliseconds of a rank's forward of a micro-batch; backward twice")
     parser.add_argument("--elements", type=int, default=2**18, help="of an activation (fp32)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=4)
