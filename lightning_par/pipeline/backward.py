@@ -109,7 +109,7 @@ def _find_branches(outputs: Sequence[Node], entry: Tensor | None) -> _Branches:
     inner: set[Node] = set() if entry is None else {get_gradient_edge(entry).node}
     below: dict[Node, frozenset[Node]] = {}  # the parameters to which a node that is not inner leads
     owners: dict[Node, set[Node]] = {}  # the inner nodes on which a parameter hangs
-    everything = list(_children_first(outputs))
+    everything = list(children_first(outputs))
     for node in everything:
         children = [child for child, _ in node.next_functions if child is not None]
         if any(child in inner for child in children):
@@ -125,11 +125,11 @@ def _find_branches(outputs: Sequence[Node], entry: Tensor | None) -> _Branches:
             waiting.setdefault(node, []).append(leaf)
     waits = {leaf for leaves in waiting.values() for leaf in leaves}
     at_once = [leaf for leaf in {**owners, **dict.fromkeys(apart)} if leaf not in waits]
-    later = set(_children_first(list(waiting), without=inner - waiting.keys()))
+    later = set(children_first(list(waiting), without=inner - waiting.keys()))
     return _Branches(waiting, at_once, [node for node in everything if node not in later and _saved_names(type(node))])
 
 
-def _children_first(roots: Sequence[Node], without: Collection[Node] = ()) -> Iterator[Node]:
+def children_first(roots: Sequence[Node], without: Collection[Node] = ()) -> Iterator[Node]:
     """Every node of a graph once, after those that it leads to; not those given, nor what only they lead to."""
     seen: set[Node] = set(without)
     stack = [(root, False) for root in reversed(roots)]

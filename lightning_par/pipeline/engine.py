@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_par.comm import Group, Lanes, Work
 from lightning_par.layout import Action, Kind, Schedule
 from lightning_par.numerics import MicrobatchStreams
-from lightning_par.pipeline.backward import Rest, backward, backward_inputs
+from lightning_par.pipeline.backward import Rest, backward_inputs
 from lightning_par.pipeline.boundary import (
     Inlet,
     TensorForm,
@@ -32,10 +32,15 @@ from lightning_par.pipeline.boundary import (
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.inbox import Inbox
 from lightning_par.pipeline.lower import receive_of, send_of_free
-from lightning_par.pipeline.plan import Plan, forward_plan, schedule_of, training_plan
+from lightning_par.pipeline.plan import forward_plan, schedule_of, training_plan
 from lightning_par.pipeline.split import Balance, Placement, cut, place
 from lightning_par.pipeline.stage import StageExit, StageLayers
+from lightning_par.pipeline.sums import backward_summing, is_large
 from lightning_par.pipeline.uses import Uses
+
+
+def _has_no_hooks(param: nn.Parameter) -> bool:
+    return not param._post_accumulate_grad_hooks
 
 
 @dataclass
@@ -119,7 +124,14 @@ class Pipeline:
         """The pipeline rank on which a stage stands."""
         return self.schedule.rank_of(stage, self.ranks)
 
-    def forward_backward(self, forward: Callable[[int], Tensor], signatures: Sequence[Hashable], *, split: bool = True) -> None:
+    def forward_backward(
+        self,
+        forward: Callable[[int], Tensor],
+        signatures: Sequence[Hashable],
+        *,
+        split: bool = True,
+        quiet: Callable[[nn.Parameter], bool] = _has_no_hooks,
+    ) -> None:
         """Run one training step over ``len(signatures)`` micro-batches; gradients add to what the parameters have.
 
         All ranks of the group must call. ``forward(m)`` runs the user's step on micro-batch m and returns its loss, weighted and scaled; on
@@ -129,20 +141,19 @@ class Pipeline:
 
         ``split``: schedules that do backward in two parts do. Where a parameter's value is not there outside its module's forward and
         backward (ZeRO 3) that cannot be; their first part does all of it then.
+
+        ``quiet``: whether anybody may add to a parameter's ``grad``, whom no hook need hear of. See Note [Sums of products].
         """
         plan = training_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
-        self._run(plan, forward, signatures, grad=True, split=split)
+        split = split and any(action.kind is Kind.W for action in plan[self.index])
+        with torch.enable_grad():
+            _Step(self, forward, signatures, grad=True, split=split, quiet=quiet).run(plan[self.index])
 
     def forward_only(self, forward: Callable[[int], object], signatures: Sequence[Hashable]) -> None:
         """Run the stages forward over micro-batches without gradients; as ``forward_backward``, but ``forward`` may return anything."""
         plan = forward_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
-        self._run(plan, forward, signatures, grad=False, split=False)
-
-    def _run(self, plan: Plan, forward: Callable[[int], object], signatures: Sequence[Hashable], *, grad: bool, split: bool) -> None:
-        actions = plan[self.index]
-        with torch.set_grad_enabled(grad):
-            split = split and any(action.kind is Kind.W for action in actions)
-            _Step(self, forward, signatures, grad=grad, split=split).run(actions)
+        with torch.no_grad():
+            _Step(self, forward, signatures, grad=False).run(plan[self.index])
 
 
 Place = tuple[int, int]
@@ -153,9 +164,17 @@ class _Step:
     """One pass of a rank over its list. Everything it holds belongs to this step, and goes with it."""
 
     def __init__(
-        self, pipeline: Pipeline, forward: Callable[[int], object], signatures: Sequence[Hashable], *, grad: bool, split: bool
+        self,
+        pipeline: Pipeline,
+        forward: Callable[[int], object],
+        signatures: Sequence[Hashable],
+        *,
+        grad: bool,
+        split: bool = False,
+        quiet: Callable[[nn.Parameter], bool] = _has_no_hooks,
     ) -> None:
         self.pipeline, self.forward, self.signatures, self.grad, self.split = pipeline, forward, signatures, grad, split
+        self.quiet, self.large = quiet, [weight for weight in pipeline.module.parameters() if is_large(weight)]
         self.lanes, self.forms = pipeline.lanes, pipeline._forms
         self.last_stage = len(pipeline.placement.spans) - 1
         self.device = pipeline.device or next((p.device for p in pipeline.module.parameters()), torch.device("cpu"))
@@ -213,7 +232,7 @@ class _Step:
         if self.split:
             self.rests[place] = backward_inputs(outputs, grads, None if inlet is None else inlet.entry)
         else:
-            backward(outputs, grads)
+            backward_summing(outputs, grads, [weight for weight in self.large if weight.grad is not None and self.quiet(weight)])
         if inlet is not None:
             self.outgoing[receive_of(action._replace(kind=Kind.SEND_B))] = inlet.take_gradients()
 

@@ -120,7 +120,8 @@ class StepRunner:
 
             with self.attention(), data_parallel.hold():
                 signatures = [("train", signature(piece.batch)) for piece in pieces]
-                self.pipeline.forward_backward(forward, signatures, split=not data_parallel.kept.frees_values)
+                split = not data_parallel.kept.frees_values
+                self.pipeline.forward_backward(forward, signatures, split=split, quiet=data_parallel.may_add)
         doubts = []
         if losses:
             doubts = [Doubt(torch.stack(unknown).any(), self._nan_error), *self._doubts(watch, pieces, samples, losses)]

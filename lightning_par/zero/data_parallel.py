@@ -108,6 +108,7 @@ class DataParallel:
         self._summed_whole = [bucket for bucket in self.reduced if not bucket.is_cut]
         self.residency = self._install_units(module) if self.kept.frees_values else None
         self._shards: dict[nn.Parameter, list[nn.Parameter]] = {}
+        self._arrivals: dict[nn.Parameter, tuple[Bucket, int]] = {}  # the hook of each that tells of its gradient
         self._sums: list[Node] = []  # autograd's that add to ``param.grad``; nobody else keeps them
         for bucket in self.buckets:
             if bucket.plan.kind.trained:
@@ -116,7 +117,9 @@ class DataParallel:
                     if again:  # before autograd adds to what was published
                         self._sums.append(get_gradient_edge(param).node)
                         self._handles.append(self._sums[-1].register_prehook(lambda _grads, bucket=bucket: bucket.begin()))
-                    self._handles.append(param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, index)))
+                    handle = param.register_post_accumulate_grad_hook(partial(self._arrived, bucket, index))
+                    self._handles.append(handle)
+                    self._arrivals[param] = bucket, handle.id
             self._register_shards(bucket)
         self._unsharded = {info.param for info in self.infos} - self._shards.keys()
         alone = [bucket for bucket in self.buckets if bucket.groups.values.size == 1]
@@ -210,6 +213,11 @@ class DataParallel:
             yield
         finally:
             self._hold = before
+
+    def may_add(self, param: nn.Parameter) -> bool:
+        """Whether, within ``hold``, a gradient may be added to ``param.grad`` as it is now, of which nobody need be told."""
+        bucket, own = self._arrivals.get(param, (None, None))
+        return (bucket is None or bucket.state is State.COLLECTING) and {own}.issuperset(param._post_accumulate_grad_hooks or ())
 
     def finish(self) -> None:
         """Reduce what is not yet reduced and publish the gradients. Every rank of the world calls it after its backward pass."""

@@ -1,0 +1,154 @@
+"""Gradients that products add up are those that autograd adds up, for any graph; hooks of users see all of theirs. No process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_par.pipeline.sums import backward_summing
+from tests.pipeline.test_backward import STAGES, WIDTH, Frozen, Packed, Stage, WeightTwice, build, run, whole
+
+
+def summed(stage: Stage, weights: Collection[Tensor] | None = None) -> set[str]:
+    """Run the stage, with backward by sums of products; the names of parameters that autograd did not add to."""
+    by_autograd: set[Tensor] = set()
+    handles = [param.register_post_accumulate_grad_hook(by_autograd.add) for param in stage.parameters() if param.requires_grad]
+    there = [param for param in stage.parameters() if param.grad is not None] if weights is None else weights
+    run(stage, lambda edges, grads, entry: backward_summing(*_given(edges, grads), there))
+    for handle in handles:
+        handle.remove()
+    return {name for name, param in stage.named_parameters() if param.grad is not None and param not in by_autograd}
+
+
+def _given(edges: Any, grads: Any) -> tuple[list[Any], list[Any]]:
+    pairs = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
+    return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+
+class Conv1D(Stage):
+    """Weights that are not transposed (GPT-2's), with a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = (torch.nn.Parameter(torch.rand(*shape)) for shape in [(WIDTH, WIDTH), (WIDTH,)])
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(torch.addmm(self.bias, x.flatten(0, 1), self.weight, beta=0.5, alpha=3).view(x.shape))
+
+
+class NoWayOn(Stage):
+    """A product whose first factor has no gradient: autograd would not come to it for what lies below."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(torch.ones_like(x)) + self.a(x)
+
+
+class UsedOtherwise(Stage):
+    """Weights with another use beside a product, one of them through the same transpose, one as a first factor; and one in an output."""
+
+    def forward(self, x: Tensor) -> Any:
+        transposed = self.b.weight.t()
+        return super().forward(x @ transposed + transposed.sum() + (self.a.weight @ x[0, 0])), self.norm.weight * 1
+
+
+class Reentrant(Stage):
+    def forward(self, x: Tensor) -> Any:
+        return self.a(checkpoint(super().forward, x, use_reentrant=True))
+
+
+class CutOff(Stage):
+    """A custom function that has no gradient for the product before it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return _NoGradient.apply(self.b(x)) + self.a(x)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+KINDS = [*STAGES, Conv1D, NoWayOn, UsedOtherwise, Reentrant, CutOff]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_sums_are_those_of_autograd(kind: type[Stage]) -> None:
+    one, two = build(kind), build(kind)
+    for _ in range(2):
+        input_grad, grads, _ = run(one, whole)
+    run(two, whole)
+    summed(two)
+    for (name, parameter), grad in zip(two.named_parameters(), grads, strict=True):
+        assert (parameter.grad is None) == (grad is None), name
+        if grad is not None:
+            torch.testing.assert_close(parameter.grad, grad, rtol=1e-13, atol=1e-13, msg=lambda text, n=name: f"{n}: {text}")
+    inputs = run(two, lambda edges, grads, entry: backward_summing(*_given(edges, grads), list(two.parameters())))
+    assert torch.equal(inputs[0], input_grad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Stage, {"a.weight", "b.weight"}),
+        (WeightTwice, {"a.weight", "b.weight"}),
+        (Conv1D, {"weight", "a.weight", "b.weight"}),
+        (NoWayOn, {"a.weight"}),
+        (UsedOtherwise, set()),
+        (Packed, {"a.weight"}),
+        (Frozen, {"b.weight"}),
+        (Reentrant, set()),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_products_add_to(kind: type[Stage], expected: set[str]) -> None:
+    stage = build(kind)
+    assert summed(stage) == set(), "there was no gradient to add to"
+    assert summed(stage) == expected
+
+
+def test_only_the_given_weights_are_added_to() -> None:
+    stage = build(Stage)
+    run(stage, whole)
+    assert summed(stage, [stage.a.weight]) == {"a.weight"}
+
+
+def test_hooks_of_parameters_see_every_gradient() -> None:
+    stage, seen = build(Stage), []
+    stage.a.weight.register_hook(lambda grad: seen.append(grad) or 2 * grad)
+    run(stage, whole)
+    assert summed(stage) == {"b.weight"}
+    assert len(seen) == 2
+
+
+def test_gradients_of_another_dtype_are_left_to_autograd() -> None:
+    stage = build(Stage).float()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = stage(torch.ones(2, 3, WIDTH, requires_grad=True))
+        edges = [torch.autograd.graph.get_gradient_edge(output)]
+        backward_summing(edges, [torch.ones_like(output)], [param for param in stage.parameters() if param.grad is not None])
+    once = build(Stage).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        (2 * once(torch.ones(2, 3, WIDTH)).sum()).backward()
+    for got, wanted in zip(stage.parameters(), once.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_a_graph_that_was_used_up_says_so() -> None:
+    stage = build(Stage)
+    run(stage, whole)
+    output = stage(torch.ones(2, 3, WIDTH, dtype=torch.float64, requires_grad=True))
+    edges, grads = [torch.autograd.graph.get_gradient_edge(output)], [torch.ones_like(output)]
+    backward_summing(edges, grads, [])
+    with pytest.raises(RuntimeError, match="second time"):
+        backward_summing(edges, grads, list(stage.parameters()))
