@@ -380,3 +380,34 @@ def _dtypes() -> None:
 
 def test_activations_travel_in_the_dtype_of_the_model() -> None:
     run_world(_dtypes, 2)
+
+
+def _heard(quiet: dict[str, Any]) -> tuple[int, int]:
+    twin = Twin(gpt(), pp_group(2), "1f1b")
+    weights = [param for name, param in twin.model.named_parameters() if name.endswith("proj.weight")]
+    norms = [param for param in twin.model.parameters() if param.dim() == 1]
+    heard: list[nn.Parameter] = []
+    for param in (weights[0], norms[0]):
+        param.register_post_accumulate_grad_hook(heard.append)
+    batch = tokens(5, 9)
+    twin.whole(**batch).loss.backward()
+    step = Step(twin.model, cut(batch, 5), twin.call)
+    twin.pipeline.forward_backward(step, step.signatures, **quiet)
+    twin.check_gradients(1e-10)
+    return sum(param is weights[0] for param in heard), sum(param is norms[0] for param in heard)
+
+
+def _all_hear() -> None:
+    assert _heard({}) == (5, 5)
+
+
+def _products_pass_hooks_by() -> None:
+    assert _heard({"quiet": lambda param: True}) == (1, 5), "the first gradient of a weight, and all of a norm, come from autograd"
+
+
+def test_hooks_of_users_hear_of_every_micro_batch() -> None:
+    run_world(_all_hear, 2)
+
+
+def test_gradients_of_weights_are_added_up_by_products_from_the_second_micro_batch_on() -> None:
+    run_world(_products_pass_hooks_by, 2)

@@ -152,3 +152,24 @@ def test_a_graph_that_was_used_up_says_so() -> None:
     backward_summing(edges, grads, [])
     with pytest.raises(RuntimeError, match="second time"):
         backward_summing(edges, grads, list(stage.parameters()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("stream", [False, True], ids=["default stream", "another stream"])
+def test_sums_on_a_gpu(stream: bool) -> None:
+    """The hook runs where the node runs, after what its forward ran after."""
+    one, two = (torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 2048)) for _ in range(2))
+    two.load_state_dict(one.state_dict())
+    one, two = one.cuda(), two.cuda()
+    xs = [torch.randn(512, 2048, device="cuda", requires_grad=True) for _ in range(4)]
+    sum(one(x).square().sum() for x in xs).backward()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream() if stream else torch.cuda.current_stream()):
+        for x in xs:
+            loss = two(x).square().sum()
+            weights = [param for param in two.parameters() if param.grad is not None]
+            backward_summing([torch.autograd.graph.get_gradient_edge(loss)], [torch.ones_like(loss)], weights)
+    torch.cuda.synchronize()
+    for got, wanted in zip(two.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-3, atol=1e-3 * float(wanted.grad.abs().max()))

@@ -355,3 +355,31 @@ def test_scripted_modules_wait_for_values_that_they_read_without_asking(stage: i
 
 def _nothing(*_: object) -> None:
     """Does not meddle."""
+
+
+def _additions(stage: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    _, dp = data_parallel(module, [optimizer], stage)
+
+    def told() -> list[bool]:
+        return [dp.may_add(param) for param in (module.weight, module.bias)]
+
+    def backward() -> None:
+        module(torch.ones(2, 5)).sum().backward()
+
+    assert told() == [False, False]
+    with dp.hold():
+        backward()
+        assert told() == [True, True], "whole gradients are being added up"
+        handle = module.weight.register_post_accumulate_grad_hook(lambda param: None)
+        assert told() == [False, True], "a hook of somebody else wants to know"
+        handle.remove()
+    dp.finish()
+    assert told() == [False, False], "gradients were published"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_may_be_added_to_by_others_while_they_are_collected(stage: int) -> None:
+    run_world(_additions, 2, stage)
