@@ -94,7 +94,7 @@ class Pipeline:
         for name, first in everything:
             holders[first].update(rank_of[stage] for stage in placement.stages_of(name))
         pairs = {pair for a, b in pairwise(rank_of) if a != b for pair in ((a, b), (b, a))}
-        stage_layers = cut(module, placement, order.stages_of(group.index, group.size, chunks), uses.traces if uses else ())
+        stage_layers = cut(module, placement, order.stages_of(group.index, group.size, chunks), uses)
         return cls(
             module=module,
             layers=stage_layers,

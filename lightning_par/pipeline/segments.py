@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from lightning_par.pipeline.boundary import Inlet, is_plain
+from lightning_par.pipeline.boundary import Inlet, is_plain, tensors_of
 from lightning_par.pipeline.shown import Shown
 
 Close = Callable[[int, list[Tensor], Tensor | None], None]
 """Told where a segment ends: its number, the tensors of its end that need a gradient, and the leaf behind its beginning."""
+
+
+Extra = tuple[int, int]
+"""A layer, and the place of a tensor in its output, but for the first."""
 
 
 class Segments:
@@ -44,6 +49,10 @@ class Segments:
         """The layer behind whose output a leaf is, for each leaf there."""
         self.within: dict[Tensor, int] = {}
         """The layer into which a leaf leads, for each leaf before a layer."""
+        self.extras: dict[tuple[Node, int], Extra] = {}
+        """Where the gradients of extras enter the graph behind their layer."""
+        self.made: list[tuple[Extra, ref[Tensor]]] = []
+        """Those extras themselves, as long as anybody has them."""
         self.opaque: dict[int, Any] = {}
         """By layer, what is in its output that is neither a tensor nor plain: it could not be cut there."""
 
@@ -77,6 +86,10 @@ class Segments:
         self.at = index + 2
         if self.entry is not None:
             self.behind[self.entry] = index
+        for place, tensor in enumerate(tensors_of(output)):
+            if place and tensor.requires_grad:
+                self.extras[tensor.grad_fn, tensor.output_nr] = index, place
+                self.made.append(((index, place), ref(tensor)))
         return output
 
     def _turn(self, segment: int, values: Any) -> Any:
@@ -89,7 +102,7 @@ class Segments:
         with torch._C.DisableTorchFunction():  # nobody shall see where these come from
             inlet = Inlet([tensor.detach() for tensor in ends], grad=True)
         self.entry = inlet.entry
-        begins = iter(inlet.tensors)
+        begins, inlet.tensors = iter(inlet.tensors), []  # the graph keeps the inlet
         return tree_map(lambda leaf: next(begins) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, values)
 
 

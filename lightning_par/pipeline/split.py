@@ -37,7 +37,6 @@ from lightning_par.pipeline.boundary import cannot_be_handed
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.shown import HOW_TO_CARRY
 from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, LayerList, StageLayers
-from lightning_par.pipeline.traces import Trace
 from lightning_par.pipeline.uses import Uses
 from lightning_par.pipeline.weigh import LayerCosts
 
@@ -187,13 +186,11 @@ def _check_between(placement: Placement, uses: Uses) -> None:
                 )
 
 
-def cut(module: nn.Module, placement: Placement, stages: Collection[int], traces: Collection[Trace] = ()) -> StageLayers:
-    """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere.
-
-    ``traces`` are attributes that layers are known to change as they run.
-    """
+def cut(module: nn.Module, placement: Placement, stages: Collection[int], uses: Uses | None = None) -> StageLayers:
+    """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere."""
     spans = {stage: placement.spans[stage] for stage in stages}
-    layers = StageLayers(module.get_submodule(placement.layers), spans, stages=len(placement.spans), name=placement.layers, traces=traces)
+    name, uses = placement.layers, uses or Uses()
+    layers = StageLayers(module.get_submodule(name), spans, stages=len(placement.spans), name=name, traces=uses.traces, spare=uses.spare)
     _replace(module, placement.layers, layers)
     here = [*(placement.before if 0 in spans else ()), *(placement.after if len(placement.spans) - 1 in spans else ())]
     for name in dict.fromkeys([*placement.before, *placement.after]):

@@ -43,6 +43,7 @@ computes: no number is greater than NaN.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -250,9 +251,19 @@ class StageLayers(nn.ModuleList):
         stages: how many stages there are in all.
         name: what the list is called in the model, for messages.
         traces: attributes that layers are known to change as they run.
+        spare: layers and the places of tensors in their outputs that nobody uses.
     """
 
-    def __init__(self, layers: LayerList, spans: Mapping[int, Span], *, stages: int, name: str, traces: Iterable[Trace] = ()) -> None:
+    def __init__(
+        self,
+        layers: LayerList,
+        spans: Mapping[int, Span],
+        *,
+        stages: int,
+        name: str,
+        traces: Iterable[Trace] = (),
+        spare: Iterable[tuple[int, int]] = (),
+    ) -> None:
         super().__init__()
         local = {i for span in spans.values() for i in range(span.start, span.stop)}
         self._keys = tuple(layers._modules)
@@ -267,7 +278,7 @@ class StageLayers(nn.ModuleList):
         )
         self._own: dict[int, _OwnLayer] = {}  # made as they are first seen
         self._now: _Pass | None = None
-        self._traces = set(traces)
+        self._traces, self._spare = set(traces), frozenset(spare)
         self._watched: set[tuple[int, bool, bool]] = set()  # stages and modes in which layers were watched for more
 
     @contextmanager
@@ -388,7 +399,7 @@ class StageLayers(nn.ModuleList):
                 f"the model calls {self._name}.{index} before {self._name}.{now.span.stop - 1}: layers must run in order, all of them"
             )
         self._check_chain(now, given)
-        raise StageExit(now.output)
+        raise StageExit(self._without_spare(now.ran, now.output))
 
     def _check_passing(self, now: _Pass, index: int) -> None:
         if index in now.passed:
@@ -416,7 +427,7 @@ class StageLayers(nn.ModuleList):
         assert now is not None
         if now.ran != index - 1 or isinstance(now.output, Tensor):
             return
-        missing = [place for place in _missing(now.output, given) if place > 0]
+        missing = [place for place in _missing(now.output, given) if place > 0 and (now.ran, place) not in self._spare]
         if missing:
             tensors = ", ".join(f"{place} {form_of(tensors_of(now.output)[place])}" for place in missing)
             raise PipelineError(
@@ -425,6 +436,11 @@ class StageLayers(nn.ModuleList):
                 "it through the layers with the hidden state (x, total = layer(x, total)), or compute it from what the last stage sees; if "
                 "not, do not return it; or use pp=1"
             )
+
+    def _without_spare(self, layer: int, output: Any) -> Any:
+        """What the next stage gets: None in place of tensors that nobody uses."""
+        places = itertools.count()
+        return tree_map_only(Tensor, lambda tensor: None if (layer, next(places)) in self._spare else tensor, output)
 
 
 def on_meta(module: nn.Module) -> nn.Module:

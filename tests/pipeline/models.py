@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_par.pipeline import Placement, StageExit
+from lightning_par.pipeline import Placement, StageExit, Uses
 from lightning_par.pipeline.split import cut
 from lightning_par.recipes.gpt import GPT, GPTConfig, Layer
 from tests.pipeline.parity import VOCAB
@@ -28,12 +28,12 @@ def gpt(layers: int = 7, tie: bool = False, *, checkpointed: bool = False) -> nn
     return model
 
 
-def through_the_stages(model: nn.Module, x: Tensor, placement: Placement, ranks: int | None = None, traces: Any = ()) -> Tensor:
+def through_the_stages(model: nn.Module, x: Tensor, placement: Placement, ranks: int | None = None, uses: Uses | None = None) -> Tensor:
     """What the last stage computes, each stage cut from a copy of the model, the boundary handed on as it is. In one process."""
     received, stages = None, len(placement.spans)
     for stage in range(stages):
         part: Any = copy.deepcopy(model)
-        layers = cut(part, placement, range(stage % (ranks or stages), stages, ranks or stages), traces)
+        layers = cut(part, placement, range(stage % (ranks or stages), stages, ranks or stages), uses)
         with layers.active(stage, received):
             try:
                 return part(x)

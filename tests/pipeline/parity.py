@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_par.comm import Group, Mesh
 from lightning_par.layout import ParallelLayout
-from lightning_par.pipeline import Pipeline
+from lightning_par.pipeline import Pipeline, Uses
 
 VOCAB = 37
 Batch = dict[str, Tensor]
@@ -80,11 +80,12 @@ class Twin:
         chunks: int = 1,
         *,
         layers: str | None = None,
+        uses: Uses | None = None,
         pieces: bool = False,
         call: Callable[[nn.Module, Batch], Tensor] = model_loss,
     ) -> None:
         self.whole, self.model, self.group, self.call, self.pieces = copy.deepcopy(model), model, group, call, pieces
-        self.pipeline = Pipeline.split(model, group, schedule, chunks, layers)
+        self.pipeline = Pipeline.split(model, group, schedule, chunks, layers, uses=uses)
 
     def train_step(self, batch: Batch, microbatches: int, tolerance: float = 1e-10) -> None:
         """One step on both; asserts equal losses and gradients."""

@@ -330,7 +330,7 @@ def test_what_layers_leave_on_themselves_may_be_read_where_they_all_are(loop: Lo
     model, ids = Model(loop, LeavingLayer), torch.tensor([[1, 5, 8]])
     assert torch.equal(through_the_stages(model, ids, stages=1), model(ids))
     with pytest.raises(PipelineError, match=r"layers\.0\.(linear\.)?seen is read"):
-        through(model, ids, place(model, 3), traces=dry_run(model, "layers", model, ids).traces)
+        through(model, ids, place(model, 3), uses=dry_run(model, "layers", model, ids))
 
 
 def part_of(model: nn.Module, index: int, ranks: int = 2) -> nn.Module:

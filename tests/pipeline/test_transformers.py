@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from lightning_par.pipeline import PipelineError, place
+from lightning_par.pipeline import PipelineError, dry_run, find_layers, place
 from tests.harness import run_world
 from tests.pipeline.parity import VOCAB, Batch, Twin, pp_group, tokens
 
@@ -61,6 +61,35 @@ def gemma() -> nn.Module:
     return GemmaForCausalLM(GemmaConfig(**DECODER))
 
 
+def bloom() -> nn.Module:
+    """Its layers return attention weights, which nobody uses."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=6, n_head=4, use_cache=False))
+
+
+def gpt_neo() -> nn.Module:
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    sizes = {
+        "hidden_size": 16,
+        "num_layers": 6,
+        "num_heads": 4,
+        "max_position_embeddings": 32,
+        "attention_types": [[["global", "local"], 3]],
+    }
+    return GPTNeoForCausalLM(GPTNeoConfig(vocab_size=VOCAB, use_cache=False, bos_token_id=0, eos_token_id=0, **sizes))
+
+
+def deberta() -> nn.Module:
+    """It asks for numbers of its input, and embeds relative positions beside the layers."""
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
+    config = DebertaV2Config(vocab_size=VOCAB, max_position_embeddings=32, pooler_dropout=0.0, **ENCODER, **NO_DROPOUT, **relative)
+    return DebertaV2ForSequenceClassification(config)
+
+
 def bert() -> nn.Module:
     """A classifier over the pooled first token; layers under bert.encoder.layer, enumerated."""
     from transformers import BertConfig, BertForSequenceClassification
@@ -100,13 +129,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
         (gpt2_untied, sequences),
         (qwen3, sequences),
         (gemma, sequences),
+        (bloom, sequences),
+        (gpt_neo, sequences),
+        (deberta, sentences),
         (bert, sentences),
         (vit, images),
     ]
 }
 
 
-SLOW = ("llama", "gpt2", "gpt2_untied", "gemma", "vit")
+SLOW = ("llama", "gpt2", "gpt2_untied", "gemma", "gpt_neo", "deberta", "vit")
 """Of the quick tests left out: there are others of Llama and GPT-2, and others of their kind."""
 
 
@@ -118,13 +150,15 @@ def _built(name: str) -> nn.Module:
 def _parity(name: str, size: int, schedules: list[tuple[str, int]]) -> None:
     group, data = pp_group(size), MODELS[name][1]
     for schedule, chunks in schedules:
-        twin = Twin(_built(name), group, schedule, chunks, pieces=True)
+        model = _built(name)
+        uses = dry_run(model, find_layers(model), lambda batch, model=model: model(**batch).loss, data(5))
+        twin = Twin(model, group, schedule, chunks, uses=uses, pieces=True)
         for microbatches in (2, 5):
             twin.train_step(data(5), microbatches)
         twin.evaluate(data(3), 2)
     checkpointed = _built(name)
     checkpointed.activation_checkpointing_enable()
-    Twin(checkpointed.train(), group, *schedules[-1], pieces=True).train_step(data(5), 3)
+    Twin(checkpointed.train(), group, *schedules[-1], uses=uses, pieces=True).train_step(data(5), 3)
 
 
 @pytest.mark.parametrize(

@@ -423,3 +423,127 @@ def test_what_runs_aside_leaves_no_trace() -> None:
     with pytest.raises(RuntimeError), aside(module):
         module(torch.randn(3, 4))
     assert module.seen == []
+
+
+def masked(ids: Tensor, mask: Tensor) -> Tensor:
+    """Asks for numbers of the batch in many ways; where one is wrong, something is used that is not there."""
+    length = int(mask.sum(-1).max())
+    ids, mask = ids[:, :length], mask[:, :length]
+    positions = torch.arange(length, device=ids.device)
+    counts = torch.zeros(8, dtype=torch.long, device=ids.device)
+    counts[2:4] += len(mask.nonzero())
+    counts.view(2, 4)[0, 3].mul_(2)
+    assert counts.tolist() == [0, 0, 7, 14, 0, 0, 0, 0]
+    assert (positions == length - 1).any()
+    assert 5 in ids
+    assert 6 not in ids
+    assert not torch.equal(ids[0], ids[1])
+    if mask.all() or bool((positions.float().mean() < 0).item()):
+        raise AssertionError("the mask hides something")
+    return ids * mask
+
+
+def test_a_dry_run_knows_the_numbers_of_the_batch() -> None:
+    model, seen = Net(), []
+    ids = torch.tensor([[1, 5, 2, 0, 0], [1, 5, 2, 4, 0]])
+    mask = (ids > 0).long()
+    given = ids.clone(), mask.clone()
+
+    def step(batch: Any) -> Tensor:
+        seen.append(masked(*batch))
+        return model(seen[-1], seen[-1])
+
+    uses = dry_run(model, "layers", step, (ids, mask))
+    assert seen[0].shape == (2, 4)
+    assert seen[0].is_meta
+    assert "embed.weight" in uses.before
+    assert torch.equal(ids, given[0])
+    assert torch.equal(mask, given[1])
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x, model: torch.rand(3).sum().item(),
+        lambda x, model: (x.float() @ model.probe[:3]).item(),
+        lambda x, model: x.float().add_(model.probe.sum()).sum().item(),
+        lambda x, model: _written(x.float(), model.probe).sum().item(),
+    ],
+)
+def test_a_dry_run_does_not_know_what_is_random_or_computed_from_parameters(ask: Any) -> None:
+    model = Net()
+
+    def step(x: Tensor) -> Tensor:
+        return model(x[None], x[None]) * ask(x, model)
+
+    with pytest.raises(RuntimeError):
+        dry_run(model, "layers", step, torch.tensor([1, 2, 3]))
+
+
+def _written(x: Tensor, value: Tensor) -> Tensor:
+    view = x[:2]
+    x[0] = value[0].detach()
+    return view
+
+
+class Attending(Block):
+    """Returns weights with the hidden state, as attention layers do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y.softmax(-1)
+
+
+def unused(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)[0]
+    return x + shift
+
+
+def collected(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    everything = []
+    for layer in layers:
+        x, weights = layer(x)
+        everything.append(weights)
+    return x + sum(everything)
+
+
+def looked_at(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    largest = 0.0
+    for layer in layers:
+        x, weights = layer(x)
+        largest = torch.maximum(weights.detach().max(), torch.as_tensor(largest, dtype=x.dtype))
+    return x * largest
+
+
+def stored(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    layers.kept = []
+    for layer in layers:
+        x, weights = layer(x)
+        layers.kept.append(weights)
+    return x
+
+
+def test_what_layers_return_and_nobody_uses_may_stay_where_it_is() -> None:
+    torch.manual_seed(0)
+    model, x = Looped(unused), torch.randn(5, WIDTH)
+    model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
+    uses = dry_run(model, "layers", model, x)
+    assert uses.spare == {(i, 1) for i in range(6)}
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, place(model, 3, uses=uses), uses=uses), model(x))
+
+
+@pytest.mark.parametrize("loop", [collected, looked_at, stored])
+def test_what_layers_return_and_somebody_uses_is_refused(loop: Any) -> None:
+    model, x = Looped(loop), torch.randn(5, WIDTH)
+    model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
+    uses = dry_run(model, "layers", model, x)
+    assert not uses.spare
+    with pytest.raises(PipelineError, match="not given all that"), torch.no_grad():
+        through_the_stages(model, x, place(model, 3, uses=Uses()), uses=uses)
+
+
+def test_what_one_step_uses_is_not_spare_for_the_others() -> None:
+    one, other = Uses(extras=frozenset({(0, 1), (1, 1)})), Uses(extras=frozenset({(0, 1)}), kept=frozenset({(0, 1)}))
+    assert (one | other).spare == {(1, 1)}
