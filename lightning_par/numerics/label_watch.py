@@ -84,9 +84,9 @@ class LabelWatch(TorchFunctionMode):
         return ValueError(
             f"the losses of the micro-batches average over [{several}] targets, but count {[share.item() for share in shares]} of the "
             "whole by the labels of the batch, so their sum is not the loss of the whole batch. In a dict, 'labels' beside 'input_ids' are "
-            "taken to be shifted by the model; give labels that are shifted already as 'shift_labels', and targets in which "
-            f"{IGNORED_LABEL} occurs as one of the two. Several losses over different numbers of targets, and class weights, have no "
-            "common weight. Else set microbatches=1, or pp=1"
+            "taken to be shifted by the model; give labels that it does not shift (masked tokens, token classes, or shifted already) as "
+            f"'shift_labels', and targets in which {IGNORED_LABEL} occurs as one of the two. Several losses over different numbers of "
+            "targets, and class weights, have no common weight. Else set microbatches=1, or pp=1"
         )
 
     @property
