@@ -26,6 +26,8 @@ import fcntl
 import os
 import pickle
 import re
+import secrets
+import shutil
 import sys
 import tempfile
 import time
@@ -262,9 +264,15 @@ def local_path(path: str | os.PathLike[str]) -> str:
 NO_URL = "checkpoints are folders of a file system that all ranks see. Save to one that is mounted, and copy complete folders elsewhere"
 
 
+UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
+"""What folders are called in which something is written that is to be put in place."""
+
+
 @contextmanager
 def put_in_place(target: Path) -> Iterator[Path]:
-    """A path beside ``target`` to write a file or folder to; it becomes ``target`` by one rename, or is deleted after an error.
+    """A path near ``target`` to write a file or folder to; it becomes ``target`` by one rename, or is deleted after an error.
+
+    What processes that were killed have left beside ``target`` is deleted. See Note [Whose folder it is].
 
     Raises:
         CheckpointError: there is something at ``target``.
@@ -272,12 +280,41 @@ def put_in_place(target: Path) -> Iterator[Path]:
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} is there already: nothing is overwritten; delete it, or choose another path")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        written = Path(folder) / target.name
-        yield written
-        if target.exists():
-            raise CheckpointError(f"{target} has come to be while this was being written: nothing is overwritten")
-        written.rename(target)
+    for left in target.parent.glob(".*.unfinished"):
+        with suppress(OSError), held(left, patience=0) as hold:
+            if UNFINISHED.fullmatch(left.name) and hold is not None and hold.sure:
+                shutil.rmtree(left)
+    folder = target.with_name(f".{secrets.token_hex(8)}.unfinished")
+    with held(folder, make=True):
+        try:
+            yield folder / target.name
+            _move(folder / target.name, target)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _move(written: Path, target: Path) -> None:
+    """Give it its name, if nobody else has it by now."""
+    try:
+        if target.exists() or target.is_symlink():
+            raise FileExistsError
+        if written.is_dir() or not _linked(written, target):
+            written.rename(target)
+    except OSError as error:
+        if not (target.exists() or target.is_symlink()):
+            raise
+        raise CheckpointError(f"{target} has come to be while this was being written: nothing is overwritten") from error
+
+
+def _linked(written: Path, target: Path) -> bool:
+    """Give a file a second name, which unlike a rename overwrites nothing; False where the file system has no links."""
+    try:
+        target.hardlink_to(written)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def give_back() -> None:
