@@ -20,7 +20,7 @@ from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import give_back, local_path, put_in_place
 from lightning_par.checkpoint.hf import hf_part, is_hf, open_hf, write_hf
 from lightning_par.checkpoint.layers import tell_layers
-from lightning_par.checkpoint.native import is_native
+from lightning_par.checkpoint.native import is_native, require_name
 from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Entry, Joining, Source
 from lightning_par.checkpoint.whole import open_native, open_single, write_native, write_single
 
@@ -154,8 +154,8 @@ def convert(
             3}}``; see Note [How a parameter was cut] in ``checkpoint.deepspeed.join``.
 
     Raises:
-        CheckpointError: ``src`` cannot be read, ``dst`` is there already, the format has no place for something, or no use for what
-            ``target`` says, or the comparison fails.
+        CheckpointError: ``src`` cannot be read, ``dst`` is there already, or one is inside the other, the format has no place for
+            something, or no use for what ``target`` says, or the comparison fails.
     """
     if not isinstance(format, str) or format not in WRITERS:
         raise CheckpointError(f"format={format!r}: choose one of {', '.join(WRITERS)}")
@@ -167,7 +167,11 @@ def convert(
         raise CheckpointError(f"{', '.join(unread)}: format={format} {why}")
     if not isinstance(optimizer, bool):
         raise CheckpointError(f"optimizer={optimizer!r}: must be true or false")
-    with put_in_place(Path(local_path(dst))) as path:
+    place = Path(local_path(dst))
+    if format == "native":
+        require_name(place)
+    _require_apart(src, place)
+    with put_in_place(place) as path:
         source = open_checkpoint(src, None if layers is None and tp_plan is None else Joining(layers, tp_plan))
         source.check()
         source = hf_part(source) if format == "hf" else _named(source) if optimizer else without_optimizer(source)
@@ -176,6 +180,16 @@ def convert(
         WRITERS[format](_watched(source, progress), path, target)
         rounded = compare(source, open_checkpoint(path), progress)
     return Report(source.format, len(source.entries), sum(math.prod(entry.shape) for entry in source.entries.values()), tuple(rounded))
+
+
+def _require_apart(src: str | os.PathLike[str], dst: Path) -> None:
+    """Raise a CheckpointError if one is inside the other."""
+    paths = {Path(os.path.realpath(path)): path for path in (src, dst)}
+    for inner, outer in ((inner, outer) for inner in paths for outer in paths):
+        if outer in inner.parents:
+            raise CheckpointError(
+                f"{paths[inner]} is inside {paths[outer]}: a checkpoint is written beside the one it is made from; choose another path"
+            )
 
 
 def compare(source: Source, result: Source, progress: Progress) -> list[str]:

@@ -10,6 +10,13 @@ Note [Memory]
 ~~~~~~~~~~~~~
 Tensors of a file are mapped, so that they take memory when they are read, and give it back when it is needed elsewhere. Tensors that are
 to be written together are first put one by one into files without a name (``Scratch``), which costs disk space instead of memory.
+
+Note [Whose folder it is]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+Whoever writes into a folder holds it: by a lock of the system on the folder itself, not on its name. The lock goes along when the folder
+is renamed, keeps out other threads as well as other processes, and ends with the process, however that ends. Between finding a folder by
+its name and locking it, the name may come to stand for another one, or for none; so one looks again once it is locked, and begins anew.
+A process that was forked meanwhile, such as a worker of a DataLoader, would have the lock too, and outlive us: it drops it when it begins.
 """
 
 from __future__ import annotations
@@ -19,11 +26,15 @@ import fcntl
 import os
 import pickle
 import re
+import secrets
+import shutil
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -90,35 +101,119 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Tell other processes, through ``is_held``, that this one works in ``folder``. The system forgets it when the process ends.
+PATIENCE = 3.0
+"""Seconds that one waits for a folder which others hold: who tidies up or asks holds it for a moment, who writes for longer."""
 
-    Whoever asks holds a lock of that moment, which is waited for.
-    """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes forked meanwhile, which have the handle too
+_HELD: set[int] = set()
+"""Handles of the folders that this process holds."""
+
+
+def _drop_in_a_fork() -> None:
+    for handle in _HELD:
         os.close(handle)
+    _HELD.clear()
 
 
-def is_held(folder: Path) -> bool | None:
-    """Whether a living process works in ``folder``; None where the file system cannot tell."""
+os.register_at_fork(after_in_child=_drop_in_a_fork)
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A folder that this thread holds.
+
+    Attributes:
+        sure: others are kept out; not so where the file system has no locks.
+    """
+
+    handle: int
+    sure: bool
+
+    def is_called(self, folder: Path) -> bool:
+        """Whether this is still its name."""
+        try:
+            return self.handle in _HELD and os.path.samestat(os.fstat(self.handle), os.lstat(folder))
+        except FileNotFoundError:
+            return False
+
+
+@contextmanager
+def held(folder: Path, *, make: bool = False, patience: float | None = None) -> Iterator[Hold | None]:
+    """Hold ``folder`` as long as this lasts; None if others do, or it is not there. See Note [Whose folder it is].
+
+    Args:
+        make: make it if it is not there, and delete it at the end if it is empty then.
+        patience: seconds to wait for others; ``PATIENCE`` of them if it is left out.
+    """
+    hold, made = _hold(folder, make, time.monotonic() + (PATIENCE if patience is None else patience))
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        yield hold
+    finally:
+        if hold is not None and hold.handle in _HELD:
+            if made and hold.is_called(folder):
+                with suppress(OSError):
+                    folder.rmdir()
+            _HELD.discard(hold.handle)
+            with suppress(OSError):
+                fcntl.flock(hold.handle, fcntl.LOCK_UN)
+            os.close(hold.handle)
+
+
+def _hold(folder: Path, make: bool, end: float) -> tuple[Hold | None, bool]:
+    """The hold, and whether the folder was made."""
+    made = False
+    while True:
+        if make:
+            with suppress(FileExistsError):
+                folder.mkdir()
+                made = True
+        try:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            if make:
+                continue
+            return None, False
+        _HELD.add(handle)
+        with suppress(BlockingIOError):
+            hold = Hold(handle, _lock(handle, fcntl.LOCK_EX))
+            if hold.is_called(folder):
+                return hold, made
+        _HELD.discard(handle)
+        os.close(handle)
+        if time.monotonic() >= end:
+            return None, False
+        time.sleep(0.01)
+
+
+def _lock(handle: int, kind: int) -> bool:
+    """Whether the file system has locks; a BlockingIOError if others have this one."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def is_held(folder: Path, *, patience: float | None = 0.0) -> bool:
+    """Whether somebody holds ``folder``, as far as the file system can tell, and still does after ``patience``, as for ``held``."""
+    end = time.monotonic() + (PATIENCE if patience is None else patience)
+    while held_now := _is_held(folder):
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.01)
+    return held_now
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(handle, fcntl.LOCK_SH)
     except BlockingIOError:
         return True
-    except OSError:
-        return None
     finally:
         os.close(handle)
     return False
@@ -169,9 +264,15 @@ def local_path(path: str | os.PathLike[str]) -> str:
 NO_URL = "checkpoints are folders of a file system that all ranks see. Save to one that is mounted, and copy complete folders elsewhere"
 
 
+UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.unfinished")
+"""What folders are called in which something is written that is to be put in place."""
+
+
 @contextmanager
 def put_in_place(target: Path) -> Iterator[Path]:
-    """A path beside ``target`` to write a file or folder to; it becomes ``target`` by one rename, or is deleted after an error.
+    """A path near ``target`` to write a file or folder to; it becomes ``target`` by one rename, or is deleted after an error.
+
+    What processes that were killed have left beside ``target`` is deleted. See Note [Whose folder it is].
 
     Raises:
         CheckpointError: there is something at ``target``.
@@ -179,12 +280,41 @@ def put_in_place(target: Path) -> Iterator[Path]:
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} is there already: nothing is overwritten; delete it, or choose another path")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        written = Path(folder) / target.name
-        yield written
-        if target.exists():
-            raise CheckpointError(f"{target} has come to be while this was being written: nothing is overwritten")
-        written.rename(target)
+    for left in target.parent.glob(".*.unfinished"):
+        with suppress(OSError), held(left, patience=0) as hold:
+            if UNFINISHED.fullmatch(left.name) and hold is not None and hold.sure:
+                shutil.rmtree(left)
+    folder = target.with_name(f".{secrets.token_hex(8)}.unfinished")
+    with held(folder, make=True):
+        try:
+            yield folder / target.name
+            _move(folder / target.name, target)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _move(written: Path, target: Path) -> None:
+    """Give it its name, if nobody else has it by now."""
+    try:
+        if target.exists() or target.is_symlink():
+            raise FileExistsError
+        if written.is_dir() or not _linked(written, target):
+            written.rename(target)
+    except OSError as error:
+        if not (target.exists() or target.is_symlink()):
+            raise
+        raise CheckpointError(f"{target} has come to be while this was being written: nothing is overwritten") from error
+
+
+def _linked(written: Path, target: Path) -> bool:
+    """Give a file a second name, which unlike a rename overwrites nothing; False where the file system has no links."""
+    try:
+        target.hardlink_to(written)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def give_back() -> None:

@@ -12,11 +12,16 @@ Note [A complete folder]
 Ranks write into ``last.partial``. When all have told rank 0 what they have written, it sees that all of it is there, adds the index,
 ``meta.pt`` and ``sums.json``, and renames the folder to ``last``. So a folder under its own name is complete, and one called ``*.partial``
 never is. If ``last`` exists, it is first renamed to ``last.replaced`` and deleted once the new one has its name: at every moment one of
-them is complete, and reading falls back on ``last.replaced``. What is deleted is first renamed to ``*.partial`` too. Loading reads every
-file once more than it must, each rank its share of them, and stops before anything is loaded if one is not what was written.
+them is complete, and reading falls back on ``last.replaced``. What is deleted is first renamed to a ``*.partial`` of its own. Loading
+reads every file once more than it must, each rank its share of them, and stops before anything is loaded if one is not what was written.
 
-A crash may leave ``*.partial`` and ``last.replaced``. The next save to the same parent gives ``last.replaced`` its name back if nothing
-else has it, and deletes the rest, but for folders that a living process is writing: rank 0 holds a lock on its own.
+Rank 0 holds ``last.partial`` from before the first file is written until the old checkpoint is deleted, as Note [Whose folder it is] in
+``files`` tells; by then the folder is called ``last``. So ``last`` is in somebody's hands if either of the two is held, and nobody else
+writes, renames or empties it then: see ``_alone``. A crash may leave ``*.partial`` and ``last.replaced``. The next save to the same parent
+gives ``last.replaced`` its name back if nothing else has it, and deletes the rest, but for what is in somebody's hands.
+
+Who reads a checkpoint while another takes its place may find files of both, or none. Its sums are its mark: if they are others afterwards,
+that is what is told, whatever the reading came to (``unreplaced``).
 
 Nothing in the folder depends on the layout: tensors are named and shaped as in the user's whole module.
 """
@@ -28,6 +33,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 import warnings
 import zlib
@@ -47,7 +53,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.files import held, is_held, load, sync_folder, write_through
+from lightning_par.checkpoint.files import Hold, held, is_held, load, sync_folder, write_through
 from lightning_par.checkpoint.index import INDEX, IndexReader
 from lightning_par.checkpoint.shard import LoadPlanner, SavePlanner, Shard
 from lightning_par.checkpoint.source import require_fit
@@ -56,6 +62,8 @@ from lightning_par.comm import Group
 META, SUMS, PARTIAL, REPLACED = "meta.pt", "sums.json", ".partial", ".replaced"
 OURS = re.compile(r"(\.metadata|__(?P<rank>\d+)_\d+\.distcp|meta\.pt|sums\.json)(\.tmp)?")
 """The names of our files."""
+DELETED = re.compile(r"\.[0-9a-f]{16}\.partial")
+"""What folders are called while they are deleted."""
 CHUNK = 2**20
 Sums = dict[str, tuple[int, int]]
 """Size and CRC-32 of files, by name."""
@@ -93,37 +101,70 @@ def remove(folder: str | os.PathLike[str]) -> None:
     """Delete a checkpoint, at once for those who look for it; a file or a link too. Files in it that are none of ours stay.
 
     One process calls.
+
+    Raises:
+        CheckpointError: another run is writing it.
     """
-    for found in (_replaced(Path(folder)), Path(folder)):
-        if found.is_file():
-            found.unlink()
-        elif found.is_dir() and not found.is_symlink() and _is_whole(found) and _foreign(found):
+    target = Path(folder)
+    if is_held(_partial(target), patience=None):
+        raise CheckpointError(f"{target} is being written by another run: it is not deleted")
+    for found in (_replaced(target), target):
+        with suppress(FileNotFoundError):  # somebody else was faster
+            _remove(found, target)
+
+
+def _remove(found: Path, target: Path) -> None:
+    if found.is_file():
+        found.unlink()
+    elif found.is_dir() and not found.is_symlink() and _is_whole(found) and _foreign(found):
+        with _alone(target):
             for name in (META, *(file.name for file in found.iterdir() if OURS.fullmatch(file.name) and file.name not in (META, SUMS))):
                 (found / name).unlink()  # its sums tell that the folder was ours, so that the next save may come there
-        elif found.exists() or found.is_symlink():
-            _discard(found)
+    elif found.exists() or found.is_symlink():
+        _discard(found)  # which makes nothing: on a full disk it could not
 
 
 def recover(parent: Path) -> None:
     """Give checkpoints that a crash left under ``*.replaced`` their names back. Any process may call, several at once too."""
     for replaced in parent.glob(f"*{REPLACED}"):
         target = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        if not target.exists() and not is_held(_partial(target)) and _is_whole(replaced):
-            with suppress(OSError):  # another process was faster, or nothing may be changed here
-                replaced.rename(target)
+        if not target.exists() and _is_whole(replaced):
+            with suppress(OSError, CheckpointError), _alone(target):  # nothing may be changed here, or a run is at it
+                _give_name_back(target)
 
 
-def check(folder: str | os.PathLike[str], *, index: int = 0, ranks: int = 1) -> None:
+def _give_name_back(target: Path) -> None:
+    if not target.exists() and _is_whole(_replaced(target)):
+        _replaced(target).rename(target)
+
+
+def check(folder: str | os.PathLike[str], *, index: int = 0, ranks: int = 1, mark: bytes | None = None) -> None:
     """Read the files again and compare them with what was written: one in ``ranks`` of them, from ``index`` on. Sizes of all.
 
+    Args:
+        mark: of the checkpoint that is meant; whichever is there if it is left out.
+
     Raises:
-        CheckpointError: files are missing, cut short or damaged; all of them are named.
+        CheckpointError: files are missing, cut short or damaged; all of them are named. Or another took its place meanwhile.
     """
-    source = complete_folder(folder)
-    if not (source / SUMS).is_file():
-        raise CheckpointError(f"checkpoint {source} is damaged: {SUMS} is missing")
-    with _damage_is_named(source):
-        sums: Sums = {name: (int(size), int(crc)) for name, (size, crc) in json.loads((source / SUMS).read_text()).items()}
+    with unreplaced(folder, mark) as source:
+        if not (source / SUMS).is_file():
+            raise CheckpointError(f"checkpoint {source} is damaged: {SUMS} is missing")
+        with _damage_is_named(source):
+            sums: Sums = {name: (int(size), int(crc)) for name, (size, crc) in json.loads((source / SUMS).read_text()).items()}
+        faults = [f"{name} is not in {SUMS}" for name in (META, INDEX) if name not in sums]
+        faults += [f"{SUMS} names {name!r}, which is no file of a checkpoint" for name in sums if not OURS.fullmatch(name)]
+        with _damage_is_named(source):
+            faults = faults or _faults(source, sums, index, ranks)
+        if faults:
+            raise CheckpointError(f"checkpoint {source} is damaged: {'; '.join(faults)}")
+        with _damage_is_named(source):
+            unknown = IndexReader(source).files - sums.keys()
+        if unknown:
+            raise CheckpointError(f"checkpoint {source} is damaged: {', '.join(sorted(unknown))} is in its index, but not in {SUMS}")
+
+
+def _faults(source: Path, sums: Sums, index: int, ranks: int) -> list[str]:
     faults = []
     for place, (name, (size, crc)) in enumerate(sorted(sums.items())):
         file = source / name
@@ -133,8 +174,7 @@ def check(folder: str | os.PathLike[str], *, index: int = 0, ranks: int = 1) -> 
             faults.append(f"{name} has {file.stat().st_size:,} bytes, but {size:,} were written{_writer(name)}")
         elif place % ranks == index and _sum(file)[1] != crc:
             faults.append(f"{name} holds other bytes than were written{_writer(name)}")
-    if faults:
-        raise CheckpointError(f"checkpoint {source} is damaged: {'; '.join(faults)}")
+    return faults
 
 
 def _writer(name: str) -> str:
@@ -157,29 +197,61 @@ def is_native(folder: str | os.PathLike[str]) -> bool:
 
 
 def mark_of(folder: str | os.PathLike[str]) -> bytes:
-    """What tells this checkpoint from one that takes its place."""
+    """What tells this checkpoint from one that takes its place; empty if there is none."""
+    found = _found(Path(folder))
     with suppress(FileNotFoundError):
-        return (complete_folder(folder) / SUMS).read_bytes()
+        return b"" if found is None else (found / SUMS).read_bytes()
     return b""
 
 
 def require_mark(folder: str | os.PathLike[str], mark: bytes) -> None:
     """Raise a CheckpointError if another checkpoint has taken the place of that with this mark."""
-    if mark_of(folder) != mark:
-        raise CheckpointError(f"checkpoint {folder} was replaced by another while it was read: read it again")
+    if mark_of(folder) == mark:
+        return
+    if _found(Path(folder)) is None:
+        raise CheckpointError(f"checkpoint {folder} was deleted while it was read")
+    raise _replaced_meanwhile(folder)
+
+
+def _replaced_meanwhile(folder: str | os.PathLike[str]) -> CheckpointError:
+    return CheckpointError(f"checkpoint {folder} was replaced by another while it was read: read it again")
+
+
+@contextmanager
+def unreplaced(folder: str | os.PathLike[str], mark: bytes | None = None) -> Iterator[Path]:
+    """Where it lies complete. If another takes its place meanwhile, that is told, and not what else reading came to.
+
+    Args:
+        mark: of the checkpoint that is meant; whichever is there if it is left out.
+
+    Raises:
+        CheckpointError: there is none, or no longer that with this mark.
+    """
+    if mark is None:
+        mark = mark_of(folder)
+    elif _found(Path(folder)) is None:
+        require_mark(folder, mark)
+    source = complete_folder(folder)
+    try:
+        yield source
+    except CheckpointError as error:
+        require_mark(folder, mark)
+        if complete_folder(folder) != source:  # just renamed, to be replaced
+            raise _replaced_meanwhile(folder) from error
+        raise
+    require_mark(folder, mark)
 
 
 def read_meta(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The plain part, on CPU. Any rank may call alone."""
-    source = complete_folder(folder)
-    with _damage_is_named(source):
+    with unreplaced(folder) as source, _damage_is_named(source):
         return torch.load(source / META, map_location="cpu", weights_only=True)
 
 
 def read_index(folder: str | os.PathLike[str]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Whole shape and dtype of every tensor in the checkpoint. Any rank may call alone."""
-    source = complete_folder(folder)
-    return _index_of(source, IndexReader(source))
+    with unreplaced(folder) as source:
+        return _index_of(source, IndexReader(source))
 
 
 def _index_of(source: Path, reader: dcp.FileSystemReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -188,23 +260,27 @@ def _index_of(source: Path, reader: dcp.FileSystemReader) -> dict[str, tuple[tor
     return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def read_tensors(folder: str | os.PathLike[str], tensors: Mapping[str, Shard], reader: dcp.FileSystemReader | None = None) -> None:
+def read_tensors(
+    folder: str | os.PathLike[str], tensors: Mapping[str, Shard], reader: IndexReader | None = None, *, mark: bytes | None = None
+) -> None:
     """Fill the data of ``tensors``, whatever layout wrote them. Ranks read on their own: any rank may call alone.
 
     Args:
         reader: of the folder, for those who call often.
+        mark: of the checkpoint that is meant; whichever is there if it is left out.
 
     Raises:
-        CheckpointError: a tensor is missing in the checkpoint, or has another shape there; all of them are named.
+        CheckpointError: a tensor is missing in the checkpoint, or has another shape there; all of them are named. Or another took its
+            place meanwhile.
     """
-    source = complete_folder(folder)
-    reader = reader or IndexReader(source)
-    index = _index_of(source, reader)
-    wanted = {name: shard for name, shard in tensors.items() if shard.spec.span.size}
-    require_fit(source, {name: shape for name, (shape, _) in index.items()}, wanted)
-    if wanted:
-        with _damage_is_named(source), _no_word_of_single_processes():
-            dcp.load(dict(wanted), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    with unreplaced(folder, mark) as source:
+        reader = IndexReader(source) if reader is None else reader.at(source)
+        index = _index_of(source, reader)
+        wanted = {name: shard for name, shard in tensors.items() if shard.spec.span.size}
+        require_fit(source, {name: shape for name, (shape, _) in index.items()}, wanted)
+        if wanted:
+            with _damage_is_named(source), _no_word_of_single_processes():
+                dcp.load(dict(wanted), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
 
 
 @contextmanager
@@ -223,42 +299,85 @@ def _damage_is_named(source: Path) -> Iterator[None]:
 @contextmanager
 def _begun(target: Path) -> Iterator[None]:
     """An empty ``*.partial`` to write to, ours as long as this lasts, and gone then unless it was renamed."""
+    require_name(target)
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file: a checkpoint of ours is a folder; choose another path or delete the file")
+    _require_ours(target, _was_ours)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _clean(target.parent)
+    partial = _partial(target)
+    with _alone(target) as hold:
+        _require_ours(partial, _is_ours)
+        _settle(target)
+        _empty(partial)
+        try:
+            yield
+        finally:
+            if hold.is_called(partial):
+                with suppress(OSError):
+                    _empty(partial)
+                    partial.rmdir()
+
+
+def require_name(target: Path) -> None:
+    """Raise a CheckpointError if no checkpoint of ours may have this name."""
     if target.name.endswith((PARTIAL, REPLACED)):
         raise CheckpointError(
             f"{target}: names that end with {PARTIAL} or {REPLACED} are those of folders that are being written or deleted, and are "
             "cleaned up; choose another name"
         )
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file: a checkpoint of ours is a folder; choose another path or delete the file")
-    partial = _partial(target)
-    for folder, is_ours in ((target, _was_ours), (partial, _is_ours)):
-        if folder.is_dir() and not is_ours(folder):
-            raise CheckpointError(
-                f"{folder} holds files that are none of ours, and would be replaced: choose another path, or move it away"
-            )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _clean(target.parent)
-    if is_held(partial):
-        raise CheckpointError(f"{partial} is being written by another run: give each run a folder of its own")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    with held(partial):
-        try:
-            yield
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _require_ours(folder: Path, is_ours: Callable[[Path], bool]) -> None:
+    if folder.is_dir() and not is_ours(folder):
+        raise CheckpointError(f"{folder} holds files that are none of ours, and would be replaced: choose another path, or move it away")
+
+
+@contextmanager
+def _alone(target: Path, patience: float | None = None) -> Iterator[Hold]:
+    """Nobody else writes, tidies up or replaces what has this name as long as this lasts. Its ``*.partial`` is there meanwhile, and held.
+
+    Raises:
+        CheckpointError: somebody else does. See Note [A complete folder].
+    """
+    with held(_partial(target), make=True, patience=patience) as hold:
+        if hold is None or is_held(target, patience=patience):
+            raise CheckpointError(f"{_partial(target)} is being written by another run: give each run a folder of its own")
+        yield hold
+
+
+def _empty(partial: Path) -> None:
+    for found in partial.iterdir():
+        if found.is_dir() and not found.is_symlink():
+            shutil.rmtree(found)
+        else:
+            found.unlink()
 
 
 def _clean(parent: Path) -> None:
-    """Undo what a crash has left. See Note [A complete folder]."""
-    recover(parent)
-    for replaced in parent.glob(f"*{REPLACED}"):
-        target = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        if _is_whole(target) and not is_held(_partial(target)) and _was_ours(replaced):
-            _retire(replaced, target)
-    for partial in parent.glob(f"*{PARTIAL}"):
-        if is_held(partial) is False and _is_ours(partial) and any(partial.iterdir()):
-            shutil.rmtree(partial, ignore_errors=True)
+    """Undo what a crash has left, but for what is in somebody's hands. See Note [A complete folder]."""
+    for ending, is_ours in ((REPLACED, _was_ours), (PARTIAL, _is_ours)):
+        for found in parent.glob(f"*{ending}"):
+            target = found.with_name(found.name.removesuffix(ending))
+            with suppress(OSError, CheckpointError):
+                if is_ours(found):
+                    _undo(target)
+
+
+def _undo(target: Path) -> None:
+    partial = _partial(target)
+    with _alone(target, patience=0) as hold:
+        _settle(target)
+        if hold.sure and _is_ours(partial) and (any(partial.iterdir()) or DELETED.fullmatch(partial.name)):
+            _delete(partial)
+
+
+def _settle(target: Path) -> None:
+    """Undo what a crash has left of the last save of ``target``, whose name is in our hands."""
+    with suppress(OSError, CheckpointError):
+        _give_name_back(target)
+        if _is_whole(target) and _was_ours(_replaced(target)):
+            _retire(_replaced(target), target)
 
 
 def _retire(replaced: Path, target: Path) -> None:
@@ -276,14 +395,25 @@ def _foreign(folder: Path) -> list[Path]:
 
 
 def _discard(folder: Path) -> None:
-    """Delete it, so that no half of it ever has its name; of a link only the link."""
+    """Delete it, so that no half of it ever has its name; of a link only the link.
+
+    Raises:
+        CheckpointError: it is in somebody else's hands.
+    """
     if folder.is_symlink():
         folder.unlink()
         return
-    partial = _partial(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    folder.rename(partial)
-    shutil.rmtree(partial)
+    with held(folder) as hold:
+        if hold is None:
+            raise CheckpointError(f"{folder} is being written by another run: it is not deleted")
+        _delete(folder)
+
+
+def _delete(folder: Path) -> None:
+    """Delete what is in our hands, as ``_discard`` does."""
+    deleted = folder.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
+    folder.rename(deleted)
+    shutil.rmtree(deleted)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -389,17 +519,18 @@ def _complete(target: Path, parts: Sequence[Part], meta: Mapping[str, Any]) -> N
     sums |= {name: _sum(partial / name) for name in (META, INDEX)}
     write_through(partial / SUMS, lambda file: file.write(json.dumps(sums, indent=1).encode()))
     sync_folder(partial)
-    if target.exists() or target.is_symlink():
+    with suppress(FileNotFoundError):
         target.rename(replaced)
     partial.rename(target)
     sync_folder(target.parent)
     if replaced.exists() or replaced.is_symlink():
-        with suppress(OSError):  # the checkpoint is complete; the next save tries again
+        with suppress(OSError, CheckpointError):  # the checkpoint is complete; the next save tries again
             _retire(replaced, target)
 
 
 def _found(folder: Path) -> Path | None:
-    return next((candidate for candidate in (folder, _replaced(folder)) if _is_whole(candidate)), None)
+    names = (folder, _replaced(folder)) * 2  # between two looks it may get its name
+    return next((candidate for candidate in (*names, folder) if _is_whole(candidate)), None)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -146,5 +146,5 @@ def _write(folder: str | os.PathLike[str], copies: Callable[[], Mapping[str, Sha
 def _remove(folder: str | os.PathLike[str]) -> None:
     try:
         native.remove(Path(folder))
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         warnings.warn(f"checkpoint {folder} cannot be deleted: {native.describe(error)}", stacklevel=3)

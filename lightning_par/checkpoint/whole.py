@@ -56,8 +56,8 @@ class NativeSource(Source):
     def fill(self, shards: Mapping[str, Shard]) -> None:
         stored = dict(zip(self.entries, self.stored, strict=True))
         given = {name: shard for name, shard in shards.items() if stored.get(name, name) is None}
-        native.read_tensors(self.path, {stored.get(name, name): shard for name, shard in shards.items() if name not in given})
-        native.require_mark(self.path, self.mark)
+        wanted = {stored.get(name, name): shard for name, shard in shards.items() if name not in given}
+        native.read_tensors(self.path, wanted, mark=self.mark)
         super().fill(given)
 
     @override
@@ -68,25 +68,23 @@ class NativeSource(Source):
 
     @override
     def check(self, *, index: int = 0, ranks: int = 1) -> None:
-        native.check(self.path, index=index, ranks=ranks)
+        native.check(self.path, index=index, ranks=ranks, mark=self.mark)
 
 
 def open_native(path: Path) -> Source:
     """A native folder, complete."""
     mark = native.mark_of(path)
-    reader = IndexReader(native.complete_folder(path))
+    with native.unreplaced(path, mark) as place:
+        reader, index, meta = IndexReader(place), native.read_index(path), native.read_meta(path)
 
     def entry(name: str, shape: torch.Size, dtype: torch.dtype) -> Entry:
         def read() -> Tensor:
             whole = Shard.whole(torch.empty(shape, dtype=dtype), writes=False)
-            native.read_tensors(path, {name: whole}, reader)
-            native.require_mark(path, mark)
+            native.read_tensors(path, {name: whole}, reader, mark=mark)
             return whole.data
 
         return Entry(tuple(shape), dtype, read)
 
-    index = native.read_index(path)
-    meta = native.read_meta(path)
     entries = {name: entry(name, *told) for name, told in index.items()}
     return NativeSource(path, "native folder", meta, entries, {"layout": meta.get("layout")}, stored=tuple(index), mark=mark)
 

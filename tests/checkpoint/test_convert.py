@@ -197,6 +197,26 @@ def test_places_that_are_none_for_a_checkpoint_are_refused(native: Path, tmp_pat
         convert(native, tmp_path / "out", ["ckpt"])
 
 
+def test_a_name_that_is_none_for_a_folder_of_ours_is_refused_as_it_was_given(native: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(tmp_path / 'made/out.partial'))}: names that end with"):
+        convert(native, tmp_path / "made/out.partial")
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
+def test_a_checkpoint_is_not_written_into_the_one_it_is_made_from_nor_around_it(native: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "link").symlink_to(native)
+    for dst in (native / "out", native / "made/out", tmp_path / "link/out"):
+        with pytest.raises(CheckpointError, match=rf"{dst} is inside .*native: a checkpoint is written beside"):
+            convert(native, dst, "ckpt")
+    with pytest.raises(CheckpointError, match=rf"native is inside {tmp_path}: a checkpoint is written beside"):
+        convert(native, tmp_path, "ckpt")
+    with pytest.raises(CheckpointError, match="native is there already"):
+        convert(native, native)
+    (tmp_path / "link").unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     for path, message in ((tmp_path, "is no checkpoint: give"), (tmp_path / "gone", "is not there: give")):
         with pytest.raises(CheckpointError, match=message):

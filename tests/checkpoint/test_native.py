@@ -7,15 +7,30 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_par.checkpoint import CheckpointError, Shard, convert, index, is_native, native, read_index, read_meta, read_tensors, save
+from lightning_par.checkpoint import (
+    CheckpointError,
+    Shard,
+    convert,
+    files,
+    index,
+    is_native,
+    native,
+    read_index,
+    read_meta,
+    read_tensors,
+    save,
+)
 from lightning_par.checkpoint.files import held, is_held
 from lightning_par.checkpoint.index import IndexReader
 from lightning_par.checkpoint.whole import open_native
@@ -394,6 +409,201 @@ def test_a_folder_is_held_though_somebody_just_asks_whether_it_is(tmp_path: Path
     assert not is_held(tmp_path)
 
 
+def test_a_folder_that_another_took_the_name_of_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, folder = files._lock, tmp_path / "folder"
+
+    def late(handle: int, kind: int) -> bool:
+        if folder.exists() and not (tmp_path / "moved").exists():
+            folder.rename(tmp_path / "moved")
+            folder.mkdir()
+        return lock(handle, kind)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with held(folder, make=True) as hold:
+        assert hold is not None
+        assert hold.is_called(folder)
+        assert not hold.is_called(tmp_path / "moved")
+        assert is_held(folder)
+        assert not is_held(tmp_path / "moved")
+        with held(folder, patience=0) as second:
+            assert second is None, "no other thread has it either"
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+
+
+def test_a_process_that_is_forked_does_not_hold_what_its_parent_holds(tmp_path: Path) -> None:
+    with held(tmp_path) as hold:
+        assert hold is not None
+        child = os.fork()
+        if not child:
+            os._exit(hold.is_called(tmp_path) or os.path.exists(f"/proc/self/fd/{hold.handle}"))
+        assert os.waitpid(child, 0)[1] == 0
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
+
+
+def _save_alone(folder: Path, value: float) -> None:
+    """By one process, without a process group."""
+    tensors = {f"model.{place}": Shard.whole(torch.full((50,), value), writes=True) for place in range(3)}
+    save(folder, tensors, {"value": value}, Group("world", trace=Trace()))
+
+
+def _value(folder: Path) -> float:
+    """Of the checkpoint, all of which must be of one save."""
+    source = open_native(folder)
+    source.check()
+    values = {source.meta["value"], *(float(entry.read()[0]) for entry in source.entries.values())}
+    assert len(values) == 1, "a mixture"
+    return values.pop()
+
+
+@pytest.mark.parametrize("moment", ["_write", "_complete", "_retire"])
+def test_a_run_that_comes_while_another_saves_to_its_name_is_refused(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at the end, when what is being written has its name already and the old one is deleted."""
+    folder, come, go, action = tmp_path / "last", threading.Event(), threading.Event(), getattr(native, moment)
+    _save_alone(folder, 1.0)
+
+    def slow(*arguments: Any) -> Any:
+        come.set()
+        go.wait(20)
+        return action(*arguments)
+
+    monkeypatch.setattr(native, moment, slow)
+    first = threading.Thread(target=_save_alone, args=(folder, 2.0))
+    first.start()
+    assert come.wait(20)
+    monkeypatch.setattr(native, moment, action)
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    with pytest.raises(CheckpointError, match=r"last\.partial is being written by another run"):
+        _save_alone(folder, 3.0)
+    with pytest.raises(CheckpointError, match="last is being written by another run: it is not deleted"):
+        native.remove(folder)
+    _save_alone(tmp_path / "other", 4.0)  # which tidies up
+    native.recover(tmp_path)
+    go.set()
+    first.join()
+    assert (_value(folder), _value(tmp_path / "other")) == (2.0, 4.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "other"]
+
+
+def _save_or_read_for_a_while(folder: Path) -> list[str]:
+    """Two runs save to one name, a third to another one beside it; the others read, look for what a crash left, and delete."""
+    files.PATIENCE, told, end = 0.05, [], time.monotonic() + 3
+    rank, number = torch.distributed.get_rank(), 0
+    while time.monotonic() < end:
+        number += 1
+        try:
+            if rank < 3:
+                _save_alone(folder / ("other" if rank == 2 else "last"), float(3 * number + rank))
+            elif rank == 3:
+                _value(folder / "last")
+            else:
+                native.recover(folder)
+                native.remove(folder / "other")
+        except CheckpointError as error:
+            told.append(f"{error}")
+    return told
+
+
+def test_runs_on_one_name_leave_each_others_files_and_readers_are_told_the_truth(tmp_path: Path) -> None:
+    _save_alone(tmp_path / "last", 1.0)
+    for told in run_world(_save_or_read_for_a_while, 5, tmp_path):
+        assert [message for message in told if not re.search("(being written|was replaced) by another", message)] == []
+    _save_alone(tmp_path / "other", 1.0)
+    assert _value(tmp_path / "last") > 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "other"]
+
+
+def _replace(folder: Path) -> None:
+    _save_alone(folder, 2.0)
+
+
+def _begin_to_replace(folder: Path) -> None:
+    folder.rename(folder.with_name("last.replaced"))
+
+
+READS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "check": (native.check, "_sum"),
+    "open": (open_native, "_index_of"),
+    "meta": (read_meta, "_damage_is_named"),
+    "index": (read_index, "_index_of"),
+    "tensors": (lambda folder: read_tensors(folder, {"model.0": Shard.whole(torch.zeros(50), writes=False)}), "_damage_is_named"),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_replace, "last was replaced by another while it was read: read it again"),
+        (_begin_to_replace, "last was replaced by another while it was read: read it again"),
+        (native.remove, "last was deleted while it was read"),
+    ],
+)
+def test_what_happens_to_a_checkpoint_while_it_is_read_is_told(
+    read: str, change: Callable[[Path], None], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save_alone(tmp_path / "last", 1.0)
+    reading, seam = READS[read]
+    inner = getattr(native, seam)
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(native, seam, inner)
+        change(tmp_path / "last")
+        return inner(*arguments)
+
+    monkeypatch.setattr(native, seam, late)
+    with pytest.raises(CheckpointError, match=told):
+        reading(tmp_path / "last")
+
+
+def test_an_opened_checkpoint_that_was_replaced_is_not_checked_in_place_of_the_new(tmp_path: Path) -> None:
+    _save_alone(tmp_path / "last", 1.0)
+    source = open_native(tmp_path / "last")
+    _save_alone(tmp_path / "last", 2.0)
+    (tmp_path / "last" / "meta.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="was replaced by another while it was read"):
+        source.check()
+    native.remove(tmp_path / "last")
+    for read in (source.check, lambda: source.read("model.0")):
+        with pytest.raises(CheckpointError, match="was deleted while it was read"):
+            read()
+
+
+def _rewrite_index(folder: Path, file: str, summed: bool = True) -> None:
+    """Let the index name ``file`` for all tensors, and the sums be those of the index."""
+    index = IndexReader(folder).read_metadata()
+    for where in index.storage_data.values():
+        where.relative_path = file
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    sums = json.loads((folder / "sums.json").read_text()) | {".metadata": native._sum(folder / ".metadata")}
+    if summed and (folder / file).is_file():
+        sums[file] = native._sum(folder / file)
+    (folder / "sums.json").write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize("file", ["../secret/__0_0.distcp", "{}/secret/__0_0.distcp", "meta.pt", "..", "", "__0_0.distcp/../x"])
+def test_an_index_that_leads_out_of_its_folder_is_refused(file: str, tmp_path: Path) -> None:
+    for name in ("last", "secret"):
+        _save_alone(tmp_path / name, 1.0)
+    _rewrite_index(tmp_path / "last", file.format(tmp_path))
+    for read in (read_index, open_native, native.check, lambda folder: convert(folder, tmp_path / "out", "ckpt")):
+        with pytest.raises(
+            CheckpointError, match=r"last (cannot be read: \.metadata|is damaged: sums\.json) names .* no file of a checkpoint"
+        ):
+            read(tmp_path / "last")
+
+
+def test_every_file_that_is_read_has_its_sum(tmp_path: Path) -> None:
+    _save_alone(tmp_path / "last", 1.0)
+    shutil.copyfile(tmp_path / "last/__0_0.distcp", tmp_path / "last/__7_0.distcp")
+    _rewrite_index(tmp_path / "last", "__7_0.distcp", summed=False)
+    with pytest.raises(CheckpointError, match=r"__7_0\.distcp is in its index, but not in sums\.json"):
+        native.check(tmp_path / "last")
+    (tmp_path / "last/sums.json").write_text(json.dumps({"../secret/meta.pt": [1, 2], ".metadata": [1, 2]}))
+    with pytest.raises(CheckpointError, match=r"meta\.pt is not in sums\.json; sums\.json names '\.\./secret/meta\.pt', which is no file"):
+        native.check(tmp_path / "last")
+
+
 def test_an_opened_checkpoint_reads_its_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"model.{place}": Shard.whole(torch.full((2,), place), writes=True) for place in range(5)}
     save(tmp_path / "last", tensors, {}, Group("world", trace=Trace()))
@@ -409,10 +619,12 @@ def test_a_deletion_that_is_cut_short_leaves_no_half_of_a_checkpoint(tmp_path: P
     run_world(_save, 1, tmp_path / "other")
     with pytest.raises(WorldError, match="died with exit code 9"):
         run_world(_die_while_deleting, 1, tmp_path / "last")
-    assert not is_native(tmp_path / "last")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.partial", "other"]
+    assert not (tmp_path / "last").exists()
+    assert {path.suffix for path in tmp_path.iterdir()} == {".partial", ""}
     native.remove(tmp_path / "other")
-    assert [path.name for path in tmp_path.iterdir()] == ["last.partial"]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
+    _save_alone(tmp_path / "next", 1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["next"]
 
 
 def _die_while_deleting(folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_par.checkpoint import CheckpointError
+from lightning_par.checkpoint import CheckpointError, files
 from lightning_par.checkpoint.conversion import Silent, compare
 from lightning_par.checkpoint.deepspeed import (
     is_deepspeed,
@@ -219,6 +219,38 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_what_fails(tmp_path: Path
         save({"a": torch.ones(3)}, path / "a.pt")
         raise OSError("full")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_of_two_that_write_one_path_the_first_to_end_has_it(kind: str, tmp_path: Path) -> None:
+    def write(path: Path, text: str) -> None:
+        if kind == "folder":
+            path.mkdir()
+            path = path / "file"
+        path.write_text(text)
+
+    target = tmp_path / "x"
+    with pytest.raises(CheckpointError, match="x has come to be while"), put_in_place(target) as late:  # noqa: PT012
+        write(late, "late")
+        with put_in_place(target) as early:
+            write(early, "early")
+    assert (target / "file" if kind == "folder" else target).read_text() == "early"
+    write(tmp_path / "after the look", "late")
+    exists, looks = Path.exists, iter([False])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="x has come to be while"):  # noqa: PT012
+        patch.setattr(Path, "exists", lambda path: next(looks, exists(path)))
+        files._move(tmp_path / "after the look", target)
+    assert (target / "file" if kind == "folder" else target).read_text() == "early"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after the look", "x"]
+
+
+def test_what_a_killed_process_left_is_deleted_by_the_next(tmp_path: Path) -> None:
+    for name in (f".{'0f' * 8}.unfinished", ".mine.unfinished"):
+        (tmp_path / name / "x").mkdir(parents=True)
+    with put_in_place(tmp_path / "a") as first, put_in_place(tmp_path / "b") as second:
+        first.write_text("a")
+        second.write_text("b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.unfinished", "a", "b"]
 
 
 def test_scratch_leaves_no_file(tmp_path: Path) -> None:
