@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers, plain
+from lightning_par.checkpoint.hf import HUGGINGFACE, uncompiled
 from lightning_par.checkpoint.source import LOSS_SCALE, UNTOLD, states
 from lightning_par.comm import Mesh
 from lightning_par.layout import ShardSpec
@@ -235,34 +236,49 @@ def in_module(source: Source, assembled: Assembled) -> Source:
     """A folder of transformers names the weights as the HF model does, which is a part of the module; a pipeline of DeepSpeed by layers.
 
     Raises:
-        CheckpointError: the module has several HF models.
+        CheckpointError: the module has several HF models, or one with weights of another's.
     """
     source = find_layers(source, assembled.aliases)
-    mine = _huggingface(assembled.module).get("huggingface", {})
-    if source.meta.get(MODULE, {}).get("huggingface", {}).get("prefix") != "":
+    mine = _huggingface(assembled.module).get(HUGGINGFACE, {})
+    if source.meta.get(MODULE, {}).get(HUGGINGFACE, {}).get("prefix") != "":
         return source
     if "several" in mine:
         raise CheckpointError(
             f"{source.path} holds one model of transformers, but the module has several, {', '.join(mine['several'])}: load it where the "
             "module is made, with from_pretrained"
         )
+    if "adapted" in mine:
+        raise CheckpointError(
+            f"{source.path} holds a model of transformers, but {mine['adapted']} has other weights than such a model, as with adapters: "
+            "load it where the module is made, with from_pretrained"
+        )
     prefix = mine.get("prefix", "")
-    entries = {f"{MODEL}.{prefix}{name.removeprefix(f'{MODEL}.')}": entry for name, entry in source.entries.items()}
-    return replace(source, entries=entries) if prefix else source
+    names = {uncompiled(key.removeprefix(prefix)): key for key in assembled.aliases if key.startswith(prefix)}
+    return source.renamed(lambda name: names.get(name, prefix + name))
 
 
 def _huggingface(module: nn.Module) -> dict[str, Any]:
-    """Where in ``module`` the model of transformers is that is in no other, and its config; or where all are. See ``checkpoint.hf``."""
-    models = {path: part for path, part in module.named_modules() if hasattr(part, "save_pretrained") and _config(part) is not None}
+    """Where in ``module`` the model of transformers is that is in no other, and its config; or where all are. See ``checkpoint.hf``.
+
+    What only hands on the attributes of such a model, as what ``torch.compile`` returns does, is none.
+    """
+    models = {path: part for path, part in module.named_modules() if hasattr(type(part), "save_pretrained") and _config(part) is not None}
     inner = {part for model in models.values() for part in model.modules() if part is not model}
     outer = {path: model for path, model in models.items() if model not in inner}
     if len(outer) > 1:
-        return {"huggingface": {"several": list(outer)}}
+        return {HUGGINGFACE: {"several": list(outer)}}
     for path, model in outer.items():
+        if not _is_itself(model):
+            return {HUGGINGFACE: {"adapted": f"{path or 'it'} ({type(model).__name__})"}}
         told = json.loads(_config(model).to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        return {"huggingface": {"prefix": f"{path}." if path else "", "config": told, "tied": tied}}
+        return {HUGGINGFACE: {"prefix": f"{path}." if path else "", "config": told, "tied": tied}}
     return {}
+
+
+def _is_itself(model: nn.Module) -> bool:
+    """Whether it is a model of transformers with the weights of its class: none around it (PEFT's), and no adapters put into it."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__) and not getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _config(module: nn.Module) -> Any:
