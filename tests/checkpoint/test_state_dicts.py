@@ -111,10 +111,9 @@ def _shift(state: dict[str, Any], numbers: dict[str, str]) -> None:
 
 MODULES = {
     "dropped and trained": lambda seed: Dropping(seed, False),
-    "overridden": Overriding,
     "shifted and frozen": lambda seed: Shifted(seed, True),
 }
-MORE = {"dropped": Dropping, "not in the optimizer": Filtering, "split": Splitting, "shifted": Shifted}
+MORE = {"dropped": Dropping, "not in the optimizer": Filtering, "overridden": Overriding, "split": Splitting, "shifted": Shifted}
 FORMATS = {
     "ckpt": ("ckpt", None),
     "zero2": ("deepspeed", DeepSpeedTarget(2, 2)),
