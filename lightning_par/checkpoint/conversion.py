@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from lightning_par.checkpoint.files import give_back, local_path, put_in_place
 from lightning_par.checkpoint.hf import hf_part, is_hf, open_hf, write_hf
 from lightning_par.checkpoint.layers import tell_layers
 from lightning_par.checkpoint.native import is_native, require_name
-from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Entry, Joining, Source
+from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Contents, Entry, Joining, Source
 from lightning_par.checkpoint.whole import open_native, open_single, write_native, write_single
 
 
@@ -173,12 +174,13 @@ def convert(
     _require_apart(src, place)
     with put_in_place(place) as path:
         source = open_checkpoint(src, None if layers is None and tp_plan is None else Joining(layers, tp_plan))
-        source.check()
-        source = hf_part(source) if format == "hf" else _named(source) if optimizer else without_optimizer(source)
-        progress = progress or Silent()
-        progress.begin(sum(map(_bytes, source.entries.values())))
-        WRITERS[format](_watched(source, progress), path, target)
-        rounded = compare(source, open_checkpoint(path), progress)
+        with _faults_told(f"{src} cannot be converted to format={format}"):
+            source.check()
+            source = hf_part(source) if format == "hf" else _named(source) if optimizer else without_optimizer(source)
+            progress = progress or Silent()
+            progress.begin(sum(map(_bytes, source.entries.values())))
+            WRITERS[format](_watched(source, progress), path, target)
+            rounded = compare(source, open_checkpoint(path), progress)
     return Report(source.format, len(source.entries), sum(math.prod(entry.shape) for entry in source.entries.values()), tuple(rounded))
 
 
@@ -190,6 +192,17 @@ def _require_apart(src: str | os.PathLike[str], dst: Path) -> None:
             raise CheckpointError(
                 f"{paths[inner]} is inside {paths[outer]}: a checkpoint is written beside the one it is made from; choose another path"
             )
+
+
+@contextmanager
+def _faults_told(what: str) -> Iterator[None]:
+    """What comes up is raised as a CheckpointError that begins with ``what``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except MALFORMED as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def compare(source: Source, result: Source, progress: Progress) -> list[str]:
@@ -235,8 +248,8 @@ def _named(source: Source) -> Source:
     metas = source.meta[OPTIMIZERS]
     if all("param_names" in group for meta in metas for group in meta["groups"]):
         return source.named([[name for group in meta["groups"] for name in group["param_names"]] for meta in metas])
-    told = source.meta.get(MODULE, {})
-    names = [name for name in dict.fromkeys(told["aliases"].values()) if name not in told.get("buffers", ())]
+    contents = Contents.of(source)
+    names = [name for name in dict.fromkeys(contents.aliases.values()) if name not in contents.buffers]
     if len(metas) == 1 and len(metas[0]["groups"]) == 1 and len(names) == len(metas[0]["groups"][0]["params"]):
         return source.named([names])
     shaped = [(name, source.entries[f"{MODEL}.{name}"].shape) for name in names]

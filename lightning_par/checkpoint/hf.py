@@ -28,7 +28,8 @@ from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZERS, Entry, So
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 HUGGINGFACE = "huggingface"
 """In what is told of the module: prefix (where in it the HF model is), config, and tied (by a key that transformers ties to another, that
-other); or several: where in it HF models are, if there is not one around all others."""
+other); or several: where in it HF models are, if there is not one around all others; or adapted: what has one in it, if its weights
+have other names than those of transformers."""
 SHARD = 5 * 10**9
 NAMES = {
     torch.float64: "F64",
@@ -41,7 +42,11 @@ NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
 }
+"""What safetensors calls dtypes. Its float8 is not read: such weights are multiples of scales that lie beside them."""
 
 
 def is_hf(path: Path) -> bool:
@@ -69,6 +74,11 @@ def open_hf(path: Path) -> Source:
     return Source(path, "Hugging Face", meta, entries, facts)
 
 
+def uncompiled(name: str) -> str:
+    """The name of a weight before ``torch.compile`` put something around the modules that it is in."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def hf_part(source: Source) -> Source:
     """The model of transformers that is in a LightningModule, alone and under its own names.
 
@@ -88,13 +98,18 @@ def hf_part(source: Source) -> Source:
             f"{source.path} holds several models of transformers, {', '.join(told['several'])}, and a folder is one: convert it with "
             "format=ckpt, load the weights of each into its model, and call save_pretrained"
         )
+    if "adapted" in told:
+        raise CheckpointError(
+            f"{source.path}: {told['adapted']} has other weights than a model of transformers, as with adapters, and a folder has those of "
+            "such a model: merge adapters into the model before it is saved, or convert it with format=ckpt"
+        )
     prefix, tied = told["prefix"], told.get("tied", {})
     stored = [name.removeprefix(f"{MODEL}.") for name in source.weights]
     firsts = module["aliases"] | {name: name for name in stored if name not in module["aliases"].values()}
     names: dict[tuple[str, str], str] = {}
     for key, first in firsts.items():
         if key.startswith(prefix):
-            name = key.removeprefix(prefix)
+            name = uncompiled(key.removeprefix(prefix))
             names.setdefault((first, tied.get(name, name)), name)
     if lost := [name for (first, _), name in names.items() if first not in stored] or ([] if names else ["everything"]):
         raise CheckpointError(f"{source.path} lacks of the model of transformers: {', '.join(lost)}")
@@ -103,10 +118,19 @@ def hf_part(source: Source) -> Source:
 
 
 def write_hf(source: Source, folder: Path, target: Target) -> None:
-    """What ``hf_part`` gave, rounded to ``target.dtype``, as a folder that ``from_pretrained`` loads."""
-    folder.mkdir()
+    """What ``hf_part`` gave, rounded to ``target.dtype``, as a folder that ``from_pretrained`` loads.
+
+    Raises:
+        CheckpointError: such a folder has no place for tensors of a dtype; all of them are named.
+    """
     dtype = DTYPES[target.dtype]
     entries = {name.removeprefix(f"{MODEL}."): entry for name, entry in source.entries.items()}
+    if odd := [f"{name} ({_called(entry.dtype)})" for name, entry in entries.items() if _stored(entry, dtype) not in NAMES]:
+        raise CheckpointError(
+            f"{source.path} cannot become a folder of transformers, which has no place for {', '.join(odd)}: only for floating-point "
+            "numbers, whole numbers and booleans. Convert it with format=ckpt"
+        )
+    folder.mkdir()
     files = _cut({name: (entry.shape, _stored(entry, dtype)) for name, entry in entries.items()})
     titles = [SINGLE] if len(files) == 1 else [f"model-{place + 1:05d}-of-{len(files):05d}.safetensors" for place in range(len(files))]
     for title, members in zip(titles, files, strict=True):
@@ -115,12 +139,16 @@ def write_hf(source: Source, folder: Path, target: Target) -> None:
         total = sum(_bytes(*what) for members in files for what in members.values())
         weight_map = {name: title for title, members in zip(titles, files, strict=True) for name in members}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    config = source.meta[MODULE][HUGGINGFACE]["config"] | {"dtype": str(dtype).removeprefix("torch.")}
+    config = source.meta[MODULE][HUGGINGFACE]["config"] | {"dtype": _called(dtype)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _stored(entry: Entry, dtype: torch.dtype) -> torch.dtype:
     return dtype if entry.dtype.is_floating_point else entry.dtype
+
+
+def _called(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -170,6 +198,8 @@ def _tensors(file: Path) -> dict[str, Entry]:
     found = {}
     for name, told in header.items():
         begin, end = told["data_offsets"]
+        if told["dtype"] not in dtypes:
+            raise CheckpointError(f"{file}: {name} has the dtype {told['dtype']}, which is not read: only {', '.join(dtypes)}")
         shape, dtype = tuple(told["shape"]), dtypes[told["dtype"]]
         if end - begin != _bytes(shape, dtype) or begin < 0 or start + end > size:
             raise CheckpointError(f"{file} is damaged: {name} does not fit in it")

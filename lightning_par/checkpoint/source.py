@@ -12,7 +12,8 @@ first and one of the second, and a strategy that can load from a ``Source`` can 
     meta      Lightning's keys (epoch, global_step, loops, lr_schedulers, ...) and
               optimizer_states                for each optimizer its groups, with the names of parameters, in the order it got them, and
                                               state that is no tensor
-              lightning_par_module            aliases: each key of the state dict, in order, and the first name of what it stands for;
+              lightning_par_module            aliases: each key of the state dict, in order, and the first name of what it stands for,
+                                              and behind them, under its own name, what the state dict leaves out;
                                               buffers and frozen: first names; layers: see LAYERS; extra: what modules'
                                               get_extra_state returned, by its key in the state dict
               ParallelPrecision               what a loss scale remembers: scale, good, left, last_overflow, steps, skipped
@@ -286,8 +287,9 @@ class Contents:
     """What a whole model's checkpoint holds, by name: what a writer of another format goes by.
 
     Attributes:
-        aliases: each key of the state dict, in order, and the first name of what it stands for.
-        buffers, frozen: first names.
+        aliases: each key of the state dict, in order, and the first name of what it stands for. Keys of what the checkpoint lacks are not
+            among them; what it holds without a key has its own name.
+        buffers, frozen: first names of what it holds.
         groups: of all optimizers, with the names of trained parameters only, in the order they were given.
     """
 
@@ -298,16 +300,22 @@ class Contents:
 
     @classmethod
     def of(cls, source: Source) -> Contents:
-        names = [entry.removeprefix(f"{MODEL}.") for entry in source.entries if entry.startswith(f"{MODEL}.")]
+        """Raise a CheckpointError if something has no key of its own, since hooks of the module gave its name to something else."""
+        names = [entry.removeprefix(f"{MODEL}.") for entry in source.weights]
         told = source.meta.get(MODULE, {})
         metas = source.meta.get(OPTIMIZERS, [])
-        buffers = tuple(told.get("buffers", ()))
+        buffers = tuple(name for name in told.get("buffers", ()) if f"{MODEL}.{name}" in source.entries)
         frozen = told["frozen"] if "frozen" in told else _stateless(source, metas)
         groups = tuple(
             group | {"params": [name for name in group["params"] if name not in frozen]} for meta in metas for group in meta["groups"]
         )
         trained = {name for group in groups for name in group["params"]}
-        aliases = told.get("aliases") or {name: name for name in names}
+        aliases = {key: name for key, name in told.get("aliases", {}).items() if f"{MODEL}.{name}" in source.entries}
+        keyed = {*aliases.values()}
+        keyless = [name for name in names if name not in keyed]
+        if taken := [f"{name} ({name} there is {aliases[name]})" for name in keyless if name in aliases]:
+            raise CheckpointError(f"{source.path} holds weights that have no name of their own in its state dict: {', '.join(taken)}")
+        aliases |= {name: name for name in keyless}
         return cls(aliases, buffers, tuple(n for n in names if n not in trained and n not in buffers), groups)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_par.checkpoint import is_extra
 from lightning_par.comm import Mesh
@@ -41,8 +41,13 @@ class Assembled:
     Attributes:
         module: the user's module, cut in place.
         parameters: what this rank holds of each parameter, by the first name it had in the whole module.
+        order: the first names of all parameters of the whole module, in its order.
         aliases: every name in the whole module's ``state_dict`` and the first name of what it stands for, in order. Hooks of the module
-            may give it other names there: the first is always one that the module itself has.
+            may give it other names there: the first is always one that the module itself has. Behind them, under their own names, those
+            of ``left_out``.
+        buffers: every name in the whole module of its persistent buffers, and their first names.
+        left_out: parameters and persistent buffers of the whole module that no name in its ``state_dict`` stands for: a module may leave
+            them out there, or tell them in parts. They are saved, and are not missed.
         untold: keys of the whole module's ``state_dict`` that are neither, nor of ``get_extra_state``: no checkpoint holds them.
         pipeline: the engine, when pp > 1.
     """
@@ -50,13 +55,12 @@ class Assembled:
     module: nn.Module
     mesh: Mesh
     parameters: tuple[ParameterInfo, ...]
+    order: tuple[str, ...]
     aliases: dict[str, str]
+    buffers: dict[str, str]
+    left_out: tuple[str, ...]
     untold: tuple[str, ...]
     pipeline: Pipeline | None
-
-    def first_name(self, name: str) -> str | None:
-        """Of a buffer of the module, if the whole module's ``state_dict`` had it."""
-        return self.aliases.get(name, name if name in self.aliases.values() else None)
 
 
 def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Rehearsal | None = None) -> Assembled:
@@ -71,11 +75,12 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
     layout = mesh.layout
     _mark(module, layout)
     state = _state(module)
-    aliases = _aliases(module, state)
+    aliases, buffers, left_out = _aliases(module, state)
     untold = tuple(key for key in state if key not in aliases and not is_extra(key))
     uses = rehearsal.uses() if rehearsal is not None else None
     _broadcast(module, mesh, device)
     specs = {name: ShardSpec.whole(param) for name, param in module.named_parameters()}
+    order = tuple(specs)
     partial: set[str] = set()
     if layout.tp > 1:
         shards = shard_module(module, mesh.tp)
@@ -91,7 +96,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
         whole_on_tp = specs[name].is_whole
         counted = (mesh.tp.index == 0 or not whole_on_tp) and stages.get(name, (mesh.pp.index,))[0] == mesh.pp.index
         infos.append(ParameterInfo(name, param, specs[name], stages.get(name, ()), name in partial, counted))
-    return Assembled(module, mesh, tuple(infos), aliases, untold, pipeline)
+    return Assembled(module, mesh, tuple(infos), order, aliases, buffers, left_out, untold, pipeline)
 
 
 def _pipeline(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Rehearsal | None, uses: Uses | None) -> Pipeline:
@@ -133,17 +138,32 @@ def _state(module: nn.Module) -> dict[str, Any]:
         return module.state_dict()
 
 
-def _aliases(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Every key of the state dict that names a parameter or buffer (hooks may rename it), and the first name of what it stands for."""
+def _aliases(module: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
+    """``Assembled.aliases``, ``buffers`` and ``left_out``, from the state dict.
+
+    Hooks may give a weight a name there that another has in the module. So a key stands for what its value is, if it is the parameter or
+    buffer itself; otherwise for what has that name.
+    """
     first = {id(param): name for name, param in module.named_parameters()}
-    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | buffers
     for key in state:
         if key in tensors:
             first.setdefault(id(tensors[key]), key)
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
-    named = {key: tensors.get(key, value) for key, value in state.items()}
-    return {key: first[id(tensor)] for key, tensor in named.items() if id(tensor) in first}
+    named = {key: value if id(value) in first else tensors.get(key, value) for key, value in state.items()}
+    aliases = {key: first[id(tensor)] for key, tensor in named.items() if id(tensor) in first}
+    told, kept = {*aliases.values()}, (*module.parameters(), *_persistent_buffers(module))
+    left_out = tuple(dict.fromkeys(name for tensor in kept if (name := first[id(tensor)]) not in told))
+    told |= {*left_out}
+    kept_buffers = {name: first[id(buffer)] for name, buffer in buffers.items() if first[id(buffer)] in told}
+    return aliases | {name: name for name in left_out if name not in aliases}, kept_buffers, left_out
+
+
+def _persistent_buffers(module: nn.Module) -> list[Tensor]:
+    parts = ((part, part._non_persistent_buffers_set) for part in module.modules())
+    return [buffer for part, passing in parts for name, buffer in part.named_buffers(recurse=False) if name not in passing]
 
 
 def _broadcast(module: nn.Module, mesh: Mesh, device: torch.device) -> None:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_par.checkpoint import EXTRA_STATES, MODEL, MODULE, OPTIMIZERS, as_single, is_native, open_checkpoint
+from lightning_par.checkpoint.source import Contents
 from lightning_par.strategy import seams
 
 
@@ -36,10 +37,9 @@ def read_whole(path: str | os.PathLike[str], map_location: Any = None) -> dict[s
     names = [name.removeprefix(f"{MODEL}.") for name in source.weights]
     device = torch.device(map_location) if isinstance(map_location, str | torch.device | int) else torch.device("cpu")
     weights = {name: source.read(f"{MODEL}.{name}").to(device) for name in names}
-    told = source.meta.get(MODULE, {})
-    aliases = told.get("aliases", {}) or {name: name for name in names}
+    extras = source.meta.get(MODULE, {}).get(EXTRA_STATES, {})
     plain = {key: value for key, value in source.meta.items() if key not in (OPTIMIZERS, MODULE)}
-    state_dict = {key: weights[first] for key, first in aliases.items() if first in weights} | told.get(EXTRA_STATES, {})
+    state_dict = {key: weights[first] for key, first in Contents.of(source).aliases.items()} | extras
     return {"pytorch-lightning_version": pl.__version__} | plain | {"state_dict": state_dict}
 
 

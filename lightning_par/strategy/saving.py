@@ -212,7 +212,7 @@ class Holdings:
         """
 
         def read() -> Source:
-            source = open_checkpoint(filepath)
+            source = state.by_keys(open_checkpoint(filepath), self.part)
             source.check(index=self.mesh.rank, ranks=self.mesh.world.size)
             return source
 
@@ -247,7 +247,8 @@ class Holdings:
         self._load_weights(_chosen(checkpoint), strict=strict)
 
     def _load_weights(self, source: Source, *, strict: bool) -> None:
-        shards = {self._stored(source, name): shard for name, shard in self.module_shards().items()}
+        spared = {f"{MODEL}.{name}" for name in self.part.left_out if strict} - source.entries.keys()
+        shards = {name: shard for first, shard in self.module_shards().items() if (name := self._stored(source, first)) not in spared}
         extras = {f"{MODEL}.{key}": value for key, value in source.meta.get(MODULE, {}).get(EXTRA_STATES, {}).items()}
         places = {f"{MODEL}.{key}": module for key, module in state.extra_places(self.part).items()}
         ours = dict.fromkeys(name for names in self.mesh.world.gather_objects([*shards, *places]) for name in names)
@@ -266,6 +267,10 @@ class Holdings:
             shards = {name: shard for name, shard in shards.items() if name in source.entries}
         elif untold := [name for name in ours if is_extra(name) and name not in stored]:
             rank_zero_warn(f"checkpoint {source.path} has no {', '.join(untold)}: what get_extra_state returns there is left as it is")
+        if spared:
+            rank_zero_warn(
+                f"checkpoint {source.path} has no {', '.join(sorted(spared))}, and the module's state_dict has not either: left as it is"
+            )
 
         def fill() -> None:
             source.fill(shards)
@@ -357,7 +362,7 @@ class Holdings:
         return self.mesh.world.gather_objects(state.Told.of(self.part, self.orders, optimizers, extras=extras))
 
     def _whole_orders(self, everyone: Sequence[state.Told]) -> tuple[state.Orders, bool]:
-        return state.merge_orders([told.orders for told in everyone], list(dict.fromkeys(self.part.aliases.values())))
+        return state.merge_orders([told.orders for told in everyone], self.part.order)
 
     def _layout(self) -> dict[str, Any]:
         return vars(self.mesh.layout) | {"world": self.mesh.world.size}

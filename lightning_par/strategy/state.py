@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers, plain
+from lightning_par.checkpoint.hf import HUGGINGFACE, uncompiled
 from lightning_par.checkpoint.source import LOSS_SCALE, UNTOLD, states
 from lightning_par.comm import Mesh
 from lightning_par.layout import ShardSpec
@@ -66,7 +67,7 @@ def buffer_places(assembled: Assembled) -> dict[str, tuple[nn.Module, str]]:
     """Where they are, by first name: the module and its attribute (the tensor there may be replaced at any time)."""
     places = {}
     for name, _ in assembled.module.named_buffers():
-        if (first := assembled.first_name(name)) is not None:  # which may be on another pipeline stage
+        if (first := assembled.buffers.get(name)) is not None:  # which may be on another pipeline stage
             path, _, key = name.rpartition(".")
             places.setdefault(first, (assembled.module.get_submodule(path), key))
     return places
@@ -81,7 +82,7 @@ def stray_buffers(assembled: Assembled) -> list[str]:
     found, here = [], dict(assembled.module.named_buffers(remove_duplicate=False))
     for name, buffer in here.items():
         path, _, key = name.rpartition(".")
-        first = assembled.first_name(name)
+        first = assembled.buffers.get(name)
         if key in assembled.module.get_submodule(path)._non_persistent_buffers_set:
             continue
         if first is None:
@@ -95,7 +96,7 @@ def spread_buffers(assembled: Assembled) -> None:
     """Buffers under all their names take the value of the first, which was loaded."""
     loaded = persistent_buffers(assembled)
     for name, buffer in assembled.module.named_buffers(remove_duplicate=False):
-        source = loaded.get(assembled.aliases.get(name, name))
+        source = loaded.get(assembled.buffers.get(name, name))
         if source is not None and source is not buffer and source.shape == buffer.shape:
             buffer.copy_(source)
 
@@ -152,8 +153,8 @@ def orders(optimizers: Sequence[Optimizer], assembled: Assembled) -> Orders:
 def merge_orders(everyone: Sequence[Orders], module: Sequence[str]) -> tuple[Orders, bool]:
     """Of the whole model, from every rank's, and whether it is certain.
 
-    Stages of a pipeline tell only their part. Where each of them keeps to the order of the module (whose first names are given), so does
-    the whole; otherwise stages follow each other, which is a guess. A stage may lack groups at the end that have nothing in it.
+    Stages of a pipeline tell only their part. Where each of them keeps to the order of the module (``Assembled.order``), so does the whole;
+    otherwise stages follow each other, which is a guess. A stage may lack groups at the end that have nothing in it.
     """
     place = {name: number for number, name in enumerate(module)}
     certain, merged = True, []
@@ -221,7 +222,7 @@ def with_one_writer(shards: Mapping[str, Shard], assembled: Assembled, everyone:
 
 def module_meta(assembled: Assembled, everyone: Sequence[Told]) -> dict[str, Any]:
     """What a checkpoint of another format must be told of the module: see Note [One form for all formats] in ``checkpoint.source``."""
-    names = list(dict.fromkeys(assembled.aliases.values()))
+    names = list(dict.fromkeys((*assembled.aliases.values(), *assembled.left_out)))
     buffers = {name for told in everyone for name in told.buffers}
     frozen = {name for told in everyone for name in told.frozen}
     return {
@@ -235,34 +236,73 @@ def in_module(source: Source, assembled: Assembled) -> Source:
     """A folder of transformers names the weights as the HF model does, which is a part of the module; a pipeline of DeepSpeed by layers.
 
     Raises:
-        CheckpointError: the module has several HF models.
+        CheckpointError: the module has several HF models, or one with weights of another's.
     """
-    source = find_layers(source, assembled.aliases)
-    mine = _huggingface(assembled.module).get("huggingface", {})
-    if source.meta.get(MODULE, {}).get("huggingface", {}).get("prefix") != "":
+    source = by_keys(find_layers(source, assembled.aliases), assembled)
+    mine = _huggingface(assembled.module).get(HUGGINGFACE, {})
+    if source.meta.get(MODULE, {}).get(HUGGINGFACE, {}).get("prefix") != "":
         return source
     if "several" in mine:
         raise CheckpointError(
             f"{source.path} holds one model of transformers, but the module has several, {', '.join(mine['several'])}: load it where the "
             "module is made, with from_pretrained"
         )
+    if "adapted" in mine:
+        raise CheckpointError(
+            f"{source.path} holds a model of transformers, but {mine['adapted']} has other weights than such a model, as with adapters: "
+            "load it where the module is made, with from_pretrained"
+        )
     prefix = mine.get("prefix", "")
-    entries = {f"{MODEL}.{prefix}{name.removeprefix(f'{MODEL}.')}": entry for name, entry in source.entries.items()}
-    return replace(source, entries=entries) if prefix else source
+    names = {uncompiled(key.removeprefix(prefix)): key for key in assembled.aliases if key.startswith(prefix)}
+    return source.renamed(lambda name: names.get(name, prefix + name))
+
+
+def by_keys(source: Source, assembled: Assembled) -> Source:
+    """A checkpoint that names weights by the keys of the state dict, as other programs do, with the module's own names for them.
+
+    That is done only where hooks of the module shift names, so that a key is the name of another weight. See ``assemble._aliases``.
+
+    Raises:
+        CheckpointError: some of its names are the module's own, and no keys.
+    """
+    ours, theirs = assembled.aliases, source.meta.get(MODULE, {}).get("aliases", {})
+    firsts = {*ours.values()}
+    if not any(key != first and key in firsts and theirs.get(key) == key for key, first in ours.items()):
+        return source
+    names = {theirs[key]: first for key, first in ours.items() if key in theirs}
+    told = [name.removeprefix(f"{MODEL}.") for name in source.weights]
+    if strays := [name for name in told if name not in names and name in names.values()]:
+        raise CheckpointError(
+            f"checkpoint {source.path} holds {', '.join(strays)}, and under such names the model's state_dict has other weights or none: "
+            "whether it means those of the module or of the state_dict cannot be told"
+        )
+    source = source.renamed(lambda name: names.get(name, name))
+    aliases = {key: names.get(first, first) for key, first in theirs.items()}
+    return replace(source, meta=source.meta | {MODULE: source.meta[MODULE] | {"aliases": aliases}})
 
 
 def _huggingface(module: nn.Module) -> dict[str, Any]:
-    """Where in ``module`` the model of transformers is that is in no other, and its config; or where all are. See ``checkpoint.hf``."""
-    models = {path: part for path, part in module.named_modules() if hasattr(part, "save_pretrained") and _config(part) is not None}
+    """Where in ``module`` the model of transformers is that is in no other, and its config; or where all are. See ``checkpoint.hf``.
+
+    What only hands on the attributes of such a model, as what ``torch.compile`` returns does, is none.
+    """
+    models = {path: part for path, part in module.named_modules() if hasattr(type(part), "save_pretrained") and _config(part) is not None}
     inner = {part for model in models.values() for part in model.modules() if part is not model}
     outer = {path: model for path, model in models.items() if model not in inner}
     if len(outer) > 1:
-        return {"huggingface": {"several": list(outer)}}
+        return {HUGGINGFACE: {"several": list(outer)}}
     for path, model in outer.items():
+        if not _is_itself(model):
+            return {HUGGINGFACE: {"adapted": f"{path or 'it'} ({type(model).__name__})"}}
         told = json.loads(_config(model).to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        return {"huggingface": {"prefix": f"{path}." if path else "", "config": told, "tied": tied}}
+        return {HUGGINGFACE: {"prefix": f"{path}." if path else "", "config": told, "tied": tied}}
     return {}
+
+
+def _is_itself(model: nn.Module) -> bool:
+    """Whether it is a model of transformers with the weights of its class: none around it (PEFT's), and no adapters put into it."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__) and not getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _config(module: nn.Module) -> Any:

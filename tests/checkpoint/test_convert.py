@@ -406,3 +406,15 @@ def test_files_that_torch_wrote_without_checksums_load(native: Path, tmp_path: P
     finally:
         torch.serialization.set_crc32_options(before)
     open_checkpoint(tmp_path / "last.ckpt").check()
+
+
+def test_whatever_comes_up_while_it_is_written_is_told_with_the_checkpoint(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def careless(source: Source, path: Path, _: Any) -> None:
+        source.read("model.no such weight")
+
+    monkeypatch.setitem(conversion.WRITERS, "native", careless)
+    with pytest.raises(CheckpointError, match=rf"{native} cannot be converted to format=native: KeyError: 'model.no such weight'"):
+        convert(native, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]

@@ -100,6 +100,20 @@ def _load(folder: Path, tied: bool) -> dict[str, torch.Tensor]:
     return trainer.strategy.full_state_dict()
 
 
+class _Adapted(torch.nn.Module):
+    """As PEFT puts one around a model."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_model, self.config = network, network.config
+
+    def forward(self, **options: Any) -> Any:
+        return self.base_model(**options)
+
+    def save_pretrained(self, folder: str) -> None:
+        """Its own."""
+
+
 class _Holder(L.LightningModule):
     """``how``: what names parts of the model of transformers before ``self.hf`` does."""
 
@@ -117,6 +131,12 @@ class _Holder(L.LightningModule):
             network.lm_head.weight = network.model.embed_tokens.weight
         elif how == "two":
             self.teacher = _module(False).model
+        elif how == "compiled":
+            torch.compiler.set_stance("force_eager")  # the names are what matters
+            network.model.layers[1] = torch.compile(network.model.layers[1])
+            network = torch.compile(network)
+        elif how == "adapted":
+            network = _Adapted(network)
         self.hf = network
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -136,7 +156,7 @@ def _hold(how: str, folder: Path, steps: int, seed: int = 0, source: Path | None
         return module.hf.eval()(input_ids=PROMPT).logits
 
 
-@pytest.mark.parametrize("how", ["embed", "tied", "body", "weight", "tied by hand"])
+@pytest.mark.parametrize("how", ["embed", "tied", "body", "weight", "tied by hand", "compiled"])
 @pytest.mark.filterwarnings("ignore")
 def test_the_outermost_model_goes_whole_out_and_in_whatever_names_its_parts_first(how: str, tmp_path: Path) -> None:
     trained = run_world(_hold, 1, how, tmp_path / "last", 2)[0]
@@ -157,6 +177,37 @@ def test_two_models_beside_each_other_are_refused_by_name(tmp_path: Path) -> Non
     _module(False).model.save_pretrained(tmp_path / "hf")
     with pytest.raises(WorldError, match="one model of transformers, but the module has several, teacher, hf"):
         run_world(_hold, 1, "two", tmp_path / "again", 1, 0, tmp_path / "hf")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_with_adapters_is_refused_by_name(tmp_path: Path) -> None:
+    run_world(_hold, 1, "adapted", tmp_path / "last", 1)
+    with pytest.raises(CheckpointError, match=r"hf \(_Adapted\) has other weights than a model of transformers, .* merge adapters"):
+        convert(tmp_path / "last", tmp_path / "out", "hf")
+    _module(False).model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(WorldError, match=r"hf \(_Adapted\) has other weights than such a model"):
+        run_world(_hold, 1, "adapted", tmp_path / "again", 1, 0, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.bool, torch.complex64], ids=str)
+def test_tensors_of_a_dtype_that_a_folder_has_no_place_for_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    told = {"aliases": {"a": "a", "b": "b"}, "huggingface": {"prefix": "", "config": {}}}
+    entries = {"model.a": Entry.of(torch.ones(3)), "model.b": Entry.of(torch.tensor([1, 0, 1]).to(dtype))}
+    source = Source(tmp_path, "made", {"lightning_par_module": told}, entries)
+    if dtype == torch.complex64:
+        with pytest.raises(CheckpointError, match=r"has no place for b \(complex64\)"):
+            hf.write_hf(source, tmp_path / "out", DeepSpeedTarget())
+        return
+    hf.write_hf(source, tmp_path / "out", DeepSpeedTarget())
+    assert torch.equal(open_checkpoint(tmp_path / "out").read("model.b"), source.read("model.b"))
+
+
+def test_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
+    header = b'{"w": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}'
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: w has the dtype F8_E4M3, which is not read: only F64, F32"):
+        open_checkpoint(tmp_path)
 
 
 def test_an_export_without_a_weight_of_the_model_is_refused(tmp_path: Path) -> None:

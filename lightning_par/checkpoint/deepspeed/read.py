@@ -226,11 +226,12 @@ def module_entries(models: Sequence[Mapping[str, Any]], trained: Mapping[str, En
     """The entries of the module, in its order, with random generators if we wrote them, and what is to be told of it."""
     model = models[0]
     aliases = aliases_of(model)
-    names = list(dict.fromkeys(aliases.values()))
-    frozen = frozen_fragments(models)
-    entries = {f"{MODEL}.{name}": trained.get(name) or frozen.get(name) or Entry.of(model["module"][name]) for name in names}
+    names = list(dict.fromkeys((*aliases.values(), *(name for name in trained if not name.startswith(f"{MODEL}.{NUMBERED}")))))
+    frozen, keys = frozen_fragments(models), _keys(aliases)
+    entries = {f"{MODEL}.{name}": trained.get(name) or frozen.get(name) or Entry.of(model["module"][keys[name]]) for name in names}
     entries |= {name: Entry.of(value) for name, value in _ours(model).get("rng", {}).items()}
-    buffers = [name for name in names if name in set(model.get("buffer_names") or ())]
+    told = {aliases.get(key, key) for key in model.get("buffer_names") or ()}
+    buffers = [name for name in names if name in told]
     frozen_names = [name for name in names if name not in trained and name not in buffers]
     return entries, {"aliases": aliases, "buffers": buffers, "frozen": frozen_names}
 
@@ -239,7 +240,8 @@ def frozen_fragments(models: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
     """Stage 3: frozen parameters, of which every rank's model file has a part."""
     model = models[0]
     shapes = {name: shape for name, shape in (model.get("frozen_param_shapes") or {}).items() if math.prod(shape)}
-    names = [name for name in shapes if model["module"][name].numel() == 0]
+    keys = _keys(aliases_of(model))
+    names = [name for name in shapes if name not in keys or model["module"][keys[name]].numel() == 0]
     flat = of_stage(3, [{name: shapes[name]} for name in names], len(models))
 
     def fragment(rank: int, group: int) -> Tensor:
@@ -251,9 +253,21 @@ def frozen_fragments(models: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
 
 
 def aliases_of(model: Mapping[str, Any]) -> dict[str, str]:
-    """Each key of ``module`` and the first name of what it stands for. DeepSpeed tells it with ZeRO only."""
+    """Each key of ``module`` and the first name of what it stands for.
+
+    DeepSpeed tells it of tied parameters, with ZeRO only; what hooks of the module have renamed, we tell.
+    """
     shared = model.get("shared_params")
-    return tied(model["module"]) if shared is None else {name: shared.get(name, name) for name in model["module"]}
+    if shared is None:
+        return tied(model["module"])
+    told = model.get(EXTRA, {}).get("meta", {}).get(MODULE, {}).get("aliases", {})
+    names = {key: name for key, name in told.items() if told.get(name) != name} | shared
+    return {key: names.get(key, key) for key in model["module"]}
+
+
+def _keys(aliases: Mapping[str, str]) -> dict[str, str]:
+    """For each first name the first key that stands for it."""
+    return {name: key for key, name in reversed(aliases.items())}
 
 
 def client_meta(

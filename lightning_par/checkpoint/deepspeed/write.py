@@ -116,6 +116,8 @@ class Trained:
         if faults:
             raise CheckpointError(f"{source.path} cannot become a checkpoint of DeepSpeed:\n" + "\n".join(f"  - {f}" for f in faults))
         bare = [name for group in groups for name in group["params"] if moments and not set(moments) <= found.get(name, {}).keys()]
+        if untold := sorted({*source.meta.get(MODULE, {}).get("aliases", {}).values()} - {*contents.aliases.values()}):
+            warnings.warn(f"{', '.join(untold)}: not in {source.path}, so not in what is written either", stacklevel=2)
         if bare:
             warnings.warn(f"{', '.join(bare)}: no optimizer state, so zeros are written: DeepSpeed keeps one for all", stacklevel=2)
         return cls(source, contents, groups, found, tuple(moments), common)
