@@ -358,7 +358,7 @@ def _big(path: Path) -> None:
     names = [f"layers.{place}.weight" for place in range(COUNT)]
     entries = {}
     for name in names:
-        for entry in (f"model.{name}", f"optimizer.0.{name}.exp_avg", f"optimizer.0.{name}.exp_avg_sq"):
+        for entry in (f"model.{name}", f"current.{name}", f"optimizer.0.{name}.exp_avg", f"optimizer.0.{name}.exp_avg_sq"):
             entries[entry] = Entry((LARGEST // 4,), torch.float32, lambda: torch.ones(LARGEST // 4))
         entries[f"optimizer.0.{name}.step"] = Entry.of(torch.tensor(1.0))
     meta = {OPTIMIZERS: [{"groups": [{"params": names, "lr": 0.1}], "scalars": {}}], "global_step": 1}
