@@ -12,7 +12,7 @@ What a converted checkpoint told of the run, averages of weights among it, is fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -235,7 +235,7 @@ def module_entries(models: Sequence[Mapping[str, Any]], trained: Mapping[str, En
     names = list(dict.fromkeys(aliases.values()))
     frozen = frozen_fragments(models)
     values = {name: trained.get(name) or frozen.get(name) or Entry.of(model["module"][name]) for name in names}
-    averages = _averages(model, names)
+    averages = _averages(model)
     entries = {f"{MODEL}.{name}": value for name, value in (averages or values).items()}
     entries |= {f"{CURRENT}.{name}": value for name, value in values.items()} if averages else {}
     entries |= {name: Entry.of(value) for name, value in _ours(model).get("rng", {}).items()}
@@ -270,7 +270,7 @@ def client_meta(
 ) -> dict[str, Any]:
     """The user's ``client_state`` (Lightning keeps its own there); what is not in it, from the engine's counters."""
     client = {key: value for key, value in model.items() if key not in ENGINE_KEYS}
-    if not _averages(model, told["aliases"].values()):
+    if not _averages(model):
         client = _without_averaging(client)
     if EXTRA in client:
         if extra := _ours(model):
@@ -295,10 +295,9 @@ def client_meta(
 _STALE = (EXTRA, "epoch", "global_step", "loops", "lr_schedulers", LOSS_SCALE, DATA)
 
 
-def _averages(model: Mapping[str, Any], names: Iterable[str]) -> dict[str, Entry]:
-    """Of parameters and buffers with these ``names``, if we wrote them and they are those of the weights."""
-    averages = _ours(model).get(AVERAGES, {})
-    return {name: Entry.of(value) for name, value in averages.items()} if averages.keys() <= set(names) else {}
+def _averages(model: Mapping[str, Any]) -> dict[str, Entry]:
+    """Of parameters and buffers, if we wrote them and they are those of the weights."""
+    return {name: Entry.of(value) for name, value in _ours(model).get(AVERAGES, {}).items()}
 
 
 def _without_averaging(client: Mapping[str, Any]) -> dict[str, Any]:
