@@ -8,10 +8,28 @@ from lightning_par.checkpoint.layers import find_layers
 from lightning_par.checkpoint.native import is_native, read_index, read_meta, read_tensors, save
 from lightning_par.checkpoint.plain import plain
 from lightning_par.checkpoint.shard import Shard
-from lightning_par.checkpoint.source import EXTRA_STATES, MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, Joining, Source, is_extra
+from lightning_par.checkpoint.source import (
+    AVERAGING_STATE,
+    CURRENT,
+    CURRENT_STATE,
+    DATA,
+    EXTRA_STATES,
+    MODEL,
+    MODULE,
+    OPTIMIZER,
+    OPTIMIZERS,
+    RNG,
+    Joining,
+    Source,
+    is_extra,
+)
 from lightning_par.checkpoint.whole import as_single
 
 __all__ = [
+    "AVERAGING_STATE",
+    "CURRENT",
+    "CURRENT_STATE",
+    "DATA",
     "EXTRA_STATES",
     "MODEL",
     "MODULE",

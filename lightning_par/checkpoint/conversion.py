@@ -148,7 +148,7 @@ def convert(
     Args:
         format: native, ckpt, deepspeed, universal, or hf (the weights of a model of transformers, for ``from_pretrained``).
         target: deepspeed: the stage, number of data ranks and precision of the engine that is to load it; universal and hf: the precision.
-        optimizer: take the optimizers' state along.
+        optimizer: take the optimizers' state along, and beside averages of weights those that are trained.
         layers: of a pipeline of DeepSpeed: what each layer is in the module, ``["embed", "layers.*", "norm", "head"]``. If it is left out,
             parameters are named by layer (``3.weight``), and ``ckpt_path`` finds by order what they are in a module.
         tp_plan: of tensor ranks of DeepSpeed: how each parameter was cut, ``{"layers.*.up": "colwise", "layers.*.qkv": {"dim": 0, "parts":
@@ -298,6 +298,8 @@ def summary(source: Source) -> Iterable[tuple[str, str]]:
     yield "format", source.format
     yield from ((name.replace("_", " "), str(value)) for name, value in source.facts.items() if value is not None)
     yield "weights", f"{len(model)} tensors, {sum(math.prod(entry.shape) for entry in model.values()):,} elements, {', '.join(dtypes)}"
+    if source.current:
+        yield "averaged", "the weights are averages; those that are trained are beside them"
     for what, names in (("buffers", told.get("buffers", ())), ("frozen", told.get("frozen", ())), ("tied", tied)):
         if names:
             yield what, ", ".join(names)

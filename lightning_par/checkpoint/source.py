@@ -7,6 +7,7 @@ first and one of the second, and a strategy that can load from a ``Source`` can 
 
     entries   model.<name>                    a parameter or buffer, whole, under its first name in the module; parameters as exact as
                                               the format has them (float32 masters, not the half-precision values made of them)
+              current.<name>                  where weight averaging was used: what is trained, and model.<name> its average
               optimizer.<i>.<name>.<key>      the state of optimizer i: moments in the shape of their parameter, step counts
               rng.<rank>.<generator>          random generators
     meta      Lightning's keys (epoch, global_step, loops, lr_schedulers, ...) and
@@ -39,8 +40,12 @@ from torch import Tensor
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.shard import Shard
 
-MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
+MODEL, CURRENT, OPTIMIZER, RNG = "model", "current", "optimizer", "rng"
 OPTIMIZERS, MODULE, LOSS_SCALE = "optimizer_states", "lightning_par_module", "ParallelPrecision"
+CURRENT_STATE, AVERAGING_STATE = "current_model_state", "averaging_state"
+"""Lightning's keys, beside a state_dict of averages: the weights that are trained, and what the averages have to remember."""
+DATA = "lightning_par_data"
+"""The key of a run's place in its training data."""
 LAYERS = "layers"
 """In what is told of the module: names are those of a list of layers ("3.weight"), whose places in the module nobody has told yet."""
 EXTRA_STATES = "extra"
@@ -62,6 +67,10 @@ class Entry:
     def of(cls, tensor: Tensor) -> Entry:
         plain = tensor.resolve_conj().resolve_neg()
         return cls(tuple(plain.shape), plain.dtype, lambda: plain)
+
+    def like(self) -> Tensor:
+        """One of its shape and dtype, without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -142,14 +151,17 @@ class Source:
         return replace(self, meta=meta, entries={_renamed(name, rename): entry for name, entry in self.entries.items()})
 
     def with_weights(self, weights: Mapping[str, str | Tensor]) -> Source:
-        """The same with these parameters and buffers, by name: each one of this checkpoint's, or a tensor."""
-        replaced = {*self.weights}
+        """The same with these parameters and buffers alone, by name: each an entry of this checkpoint, or a tensor."""
+        replaced = {*self.weights, *self.current}
         rest = {name: entry for name, entry in self.entries.items() if name not in replaced}
         chosen = {
-            f"{MODEL}.{name}": Entry.of(weight) if isinstance(weight, Tensor) else self.entries[f"{MODEL}.{weight}"]
-            for name, weight in weights.items()
+            f"{MODEL}.{name}": Entry.of(weight) if isinstance(weight, Tensor) else self.entries[weight] for name, weight in weights.items()
         }
         return replace(self, entries=rest | chosen)
+
+    def trained(self) -> Source:
+        """The same with the weights that are trained in the place of their averages."""
+        return self.with_weights({entry.removeprefix(f"{CURRENT}."): entry for entry in self.current}) if self.current else self
 
     @property
     def is_of_a_run(self) -> bool:
@@ -160,6 +172,11 @@ class Source:
     def weights(self) -> list[str]:
         """The entries of named parameters and buffers."""
         return [name for name in self.entries if name.startswith(f"{MODEL}.") and not name.startswith(f"{MODEL}.{NUMBERED}")]
+
+    @property
+    def current(self) -> list[str]:
+        """The entries of what is trained, where ``weights`` are its averages."""
+        return [name for name in self.entries if name.startswith(f"{CURRENT}.")]
 
     @property
     def is_numbered(self) -> bool:
@@ -248,15 +265,15 @@ def parameter_of(entry: str) -> str:
     kind, _, rest = entry.partition(".")
     if kind == OPTIMIZER:
         return rest.partition(".")[2].rpartition(".")[0]
-    return rest if kind == MODEL else ""
+    return rest if kind in (MODEL, CURRENT) else ""
 
 
 def _renamed(entry: str, rename: Callable[[str], str]) -> str:
     name = parameter_of(entry)
     if not name:
         return entry
-    if entry.startswith(f"{MODEL}."):
-        return f"{MODEL}.{rename(name)}"
+    if not entry.startswith(f"{OPTIMIZER}."):
+        return f"{entry.partition('.')[0]}.{rename(name)}"
     index, key = entry.split(".", 2)[1], entry.rpartition(".")[2]
     return f"{OPTIMIZER}.{index}.{rename(name)}.{key}"
 

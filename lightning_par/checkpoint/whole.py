@@ -18,6 +18,8 @@ from lightning_par.checkpoint.files import Scratch, load, save
 from lightning_par.checkpoint.index import IndexReader
 from lightning_par.checkpoint.shard import Shard
 from lightning_par.checkpoint.source import (
+    CURRENT,
+    CURRENT_STATE,
     EXTRA_STATES,
     MODEL,
     MODULE,
@@ -37,6 +39,8 @@ from lightning_par.layout import ShardSpec
 
 EXTRA = "lightning_par"
 """The key under which files of other formats carry what only we know: layout, generators, names of the optimizers' parameters."""
+AVERAGES = "averages"
+"""A key in that: averages of the weights, where a format has place for the weights that are trained alone."""
 
 
 # ---- folders of ours
@@ -63,7 +67,7 @@ class NativeSource(Source):
     @override
     def with_weights(self, weights: Mapping[str, str | Tensor]) -> Source:
         stored, chosen = dict(zip(self.entries, self.stored, strict=True)), super().with_weights(weights)
-        stored |= {f"{MODEL}.{name}": None if isinstance(w, Tensor) else stored[f"{MODEL}.{w}"] for name, w in weights.items()}
+        stored |= {f"{MODEL}.{name}": None if isinstance(w, Tensor) else stored[w] for name, w in weights.items()}
         return replace(chosen, stored=tuple(stored[name] for name in chosen.entries))
 
     @override
@@ -142,6 +146,9 @@ def open_single(path: Path) -> Source:
     entries: dict[str, Entry] = {}
     for key, name in aliases.items():
         entries.setdefault(f"{MODEL}.{name}", Entry.of(weights[key]))
+    current = meta.pop(CURRENT_STATE) if _is_current(meta) else {}
+    extras |= {key: value for key, value in current.items() if is_extra(key)}
+    entries |= {f"{CURRENT}.{aliases.get(key, key)}": Entry.of(value) for key, value in current.items() if not is_extra(key)}
     metas = []
     for index, optimizer in enumerate(meta.pop(OPTIMIZERS, [])):
         found, told = number(optimizer, index)
@@ -152,6 +159,13 @@ def open_single(path: Path) -> Source:
     meta |= {OPTIMIZERS: metas, MODULE: told} | extra.get("meta", {})
     source = Source(path, "single file", meta, entries, files=(path,))
     return source.named(extra["names"]) if "names" in extra else source
+
+
+def _is_current(meta: Mapping[str, Any]) -> bool:
+    """Whether it has, under Lightning's key, the weights that were trained."""
+    told = meta.get(CURRENT_STATE)
+    values = [value for key, value in told.items() if not is_extra(key)] if isinstance(told, Mapping) else []
+    return bool(values) and all(isinstance(value, Tensor) and not _oddity(value) for value in values)
 
 
 def _oddity(value: Tensor) -> str:
@@ -205,6 +219,9 @@ def as_single(source: Source, keep: Callable[[Tensor], Tensor]) -> dict[str, Any
         "rng": {name: entry.read() for name, entry in rng_of(source)},
     }
     named = {key: weights[name] for key, name in contents.aliases.items()} | extras
+    current = {entry.removeprefix(f"{CURRENT}."): keep(source.read(entry)) for entry in source.current}
+    if current:
+        meta[CURRENT_STATE] = {key: current[name] for key, name in contents.aliases.items() if name in current} | extras
     return meta | {"state_dict": named, OPTIMIZERS: optimizers, EXTRA: extra}
 
 

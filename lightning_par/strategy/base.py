@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_par.checkpoint import Shard
+from lightning_par.checkpoint import CURRENT_STATE, Shard
 from lightning_par.checkpoint.files import local_path
 from lightning_par.checkpoint.savers import Background, Immediate, Saver
 from lightning_par.comm import Mesh
@@ -40,7 +40,7 @@ from lightning_par.strategy.sampling import ReplicaSampler
 from lightning_par.strategy.saving import Attendance, Holdings, foreseen, saving_violations, settle
 from lightning_par.strategy.schedules import wait_for_steps
 from lightning_par.strategy.steps import Step, StepRunner
-from lightning_par.strategy.weight_averaging import averages, open_weights
+from lightning_par.strategy.weight_averaging import has_averages, open_weights
 from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions, synchronize_batch_norms
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -209,6 +209,9 @@ class HybridParallelStrategy(ParallelStrategy):
         super().setup_environment()
         seams.logged_values_are_synced()
         self.set_world_ranks()
+        module = self.lightning_module
+        if self.layout.zero == 3 and module is not None:  # callbacks are set up before the strategy, and an earlier fit may have sharded it
+            self._until_teardown.enter_context(open_weights(module.trainer, module))
         seams.join_world(self.cluster_environment, self.root_device, self.timeout)
         if self._mesh is None:
             seed_streams()
@@ -240,8 +243,6 @@ class HybridParallelStrategy(ParallelStrategy):
             self.model_to_device()
         if self._data_parallel is None and self.layout.zero == 3:
             self._data_parallel = self._shard([])
-        if self.layout.zero == 3:
-            self._until_teardown.enter_context(open_weights(trainer, module))
         self._buffers = BufferSync(state.buffer_places(self._assembled).values(), self.mesh.data)
         state.share_rng(self.mesh)
         seams.restrict_metrics(module, self.mesh.dp)
@@ -546,8 +547,7 @@ class HybridParallelStrategy(ParallelStrategy):
         """The plain part of a checkpoint of any format; ``load_model_state_dict`` and ``load_optimizer_state_dict`` read the tensors."""
         self.wait_for_checkpoint()
         trainer = self.lightning_module.trainer
-        whole = bool(averages(trainer.callbacks))  # they read weights from it
-        checkpoint = seams.completed(self._holdings.load(checkpoint_path, whole=whole), trainer)
+        checkpoint = seams.completed(self._holdings.load(checkpoint_path), trainer)
         if self._fits(trainer):
             self._until_teardown.enter_context(self._place.read(checkpoint, trainer, self.mesh))
             if not self.restore_optimizer:
@@ -567,7 +567,15 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._holdings.load_model(checkpoint, strict=strict)
-        if not self.restore_optimizer and self._fits(self.lightning_module.trainer):
+        trainer = self.lightning_module.trainer
+        if has_averages(trainer.callbacks):
+            self._holdings.load_averages(checkpoint, strict=strict)
+        elif self._fits(trainer) and CURRENT_STATE in checkpoint:
+            rank_zero_warn(
+                "the weights of the checkpoint are averages of those that were trained, and training goes on from the averages: to go on "
+                "from both, give the Trainer the WeightAveraging callback again"
+            )
+        if not self.restore_optimizer and self._fits(trainer):
             self._holdings.restore_rng(checkpoint)
 
     @override

@@ -38,16 +38,12 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_par.checkpoint import CheckpointError, Shard, plain
+from lightning_par.checkpoint import CURRENT_STATE, DATA, CheckpointError, Shard, plain
 from lightning_par.comm import Mesh
 from lightning_par.strategy import progress, seams
 from lightning_par.strategy.loaders import NextEpoch, Onward, StateOfGiven
 from lightning_par.strategy.sampling import ReplicaSampler
 from lightning_par.strategy.state import generators, generators_kept, set_generators
-from lightning_par.strategy.weight_averaging import CURRENT
-
-DATA = "lightning_par_data"
-"""The key in a checkpoint."""
 
 
 @dataclass
@@ -278,7 +274,7 @@ class DataPlace:
         }
         with generators_kept() if back is not None else nullcontext():
             if back is not None and back == self._window.first:
-                self._window.put_back(checkpoint.get(CURRENT, checkpoint["state_dict"]))
+                self._window.put_back(checkpoint.get(CURRENT_STATE, checkpoint["state_dict"]))
                 if trainer.global_step > self._window.steps:
                     rank_zero_warn(
                         f"the checkpoint is saved within a training step that has stepped an optimizer ({trainer.global_step} steps are "

@@ -13,11 +13,12 @@ would wait for them, saves are complete when they return.
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -29,6 +30,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_par.checkpoint import (
+    AVERAGING_STATE,
+    CURRENT,
+    CURRENT_STATE,
     EXTRA_STATES,
     MODEL,
     MODULE,
@@ -47,8 +51,7 @@ from lightning_par.checkpoint.savers import Background, Saver
 from lightning_par.comm import Group, Meeting, Mesh
 from lightning_par.strategy import state
 from lightning_par.strategy.assemble import Assembled
-from lightning_par.strategy.weight_averaging import CURRENT
-from lightning_par.zero import DataParallel
+from lightning_par.zero import DataParallel, full_parameters
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank that saves a checkpoint waits for the others to do so, unless the strategy's timeout is shorter."""
@@ -153,11 +156,9 @@ class Holdings:
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole module's parameters and buffers on CPU, under its original names, on rank 0; None elsewhere."""
-        return self._collected(self.module_shards(), self._tell([], extras=False))
-
-    def _collected(self, shards: Mapping[str, Shard], everyone: Sequence[state.Told]) -> dict[str, Tensor] | None:
-        whole = collect(state.with_one_writer(shards, self.part, everyone), self.mesh.world, self.device)
-        return None if whole is None else {name: whole[first] for name, first in self.part.aliases.items()}
+        shards = state.with_one_writer(self.module_shards(), self.part, self._tell())
+        whole = collect(shards, self.mesh.world, self.device)
+        return None if whole is None else {name: whole[first] for name, first in self.part.aliases.items() if first in whole}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's shards of the state of ``optimizer``, and the part of it that is no tensor."""
@@ -172,20 +173,24 @@ class Holdings:
         """Have Lightning's ``checkpoint`` written as a sharded folder. See Note [A complete folder] in ``checkpoint.native``."""
         if self.data_parallel is not None:
             self.data_parallel.require_alike()
-        weights, optimizers = checkpoint.pop("state_dict"), checkpoint.pop(OPTIMIZERS, [])
-        everyone = self._tell([optimizer["meta"] for optimizer in optimizers], extras=True)
-        if CURRENT in checkpoint:
-            checkpoint[CURRENT] = self._collected(_shards(checkpoint[CURRENT]), everyone) or {}
-            writes, names = self.mesh.rank == 0, self.part.aliases
-            weights = {names[key]: Shard.whole(value, writes=writes) for key, value in weights.items() if key in names}
-        weights = _shards(weights)
-        tensors = {f"{MODEL}.{name}": shard for name, shard in state.with_one_writer(weights, self.part, everyone).items()}
+        optimizers = checkpoint.pop(OPTIMIZERS, [])
+        metas = [optimizer["meta"] for optimizer in optimizers]
+        mine, error = _tried(lambda: (self._weights(checkpoint), self._told(metas, extras=True)))
+        # all in one exchange, since a step waits for it
+        told = self.mesh.world.gather_objects((None if mine is None else mine[1], None if error is None else describe(error)))
+        _raise(f"{filepath} is not saved", [fault for _, fault in told], error)
+        weights, everyone = mine[0], [rank for rank, _ in told]
+        tensors = {
+            f"{kind}.{name}": shard
+            for kind, shards in weights.items()
+            for name, shard in state.with_one_writer(shards, self.part, everyone).items()
+        }
         for optimizer in optimizers:
             tensors |= optimizer["shards"]
         tensors |= state.rng_shards(self.mesh.rank)
         order, _ = self._whole_orders(everyone)
-        metas = zip(*(told.optimizers for told in everyone), strict=True)
-        merged = [state.merge_optimizer_meta(ranks, order[index]) for index, ranks in enumerate(metas)]
+        by_optimizer = zip(*(told.optimizers for told in everyone), strict=True)
+        merged = [state.merge_optimizer_meta(ranks, order[index]) for index, ranks in enumerate(by_optimizer)]
         extras = {key: value for told in reversed(everyone) for key, value in told.extras.items()}  # of equal parts the first rank tells
         untold = [f"{MODEL}.{key} (neither parameter nor buffer, nor of get_extra_state)" for key in self.part.untold]
         dropped = [*dict.fromkeys([*untold, *(path for told in everyone for path in told.dropped)])]
@@ -199,13 +204,23 @@ class Holdings:
         meta["layout"] = self._layout()
         saver.save(filepath, tensors, meta)
 
-    def load(self, filepath: str | os.PathLike[str], *, whole: bool = False) -> dict[str, Any]:
+    def _weights(self, checkpoint: dict[str, Any]) -> dict[str, dict[str, Shard]]:
+        """Take this rank's weights out of ``checkpoint``: of averages, which each rank has whole, rank 0 writes all."""
+        weights, aliases = checkpoint.pop("state_dict"), self.part.aliases
+        if CURRENT_STATE not in checkpoint:
+            return {MODEL: _shards(weights)}
+        current = _shards(checkpoint.pop(CURRENT_STATE))
+        ours = {key: value for key, value in weights.items() if not (is_extra(key) or key in self.part.untold)}
+        if strange := {name: value for name, value in ours.items() if name not in aliases or not isinstance(value, Tensor)}:
+            raise _strange(strange)
+        averages = {aliases[key]: Shard.whole(value, writes=self.mesh.rank == 0) for key, value in ours.items()}
+        return {MODEL: averages, CURRENT: current}
+
+    def load(self, filepath: str | os.PathLike[str]) -> dict[str, Any]:
         """The plain part of a checkpoint of any format; ``load_model`` and ``load_optimizers`` read its tensors.
 
-        Its ``state_dict`` shows weights on the meta device. What hooks leave in it, under whatever names, and their own tensors, is loaded.
-
-        Args:
-            whole: ``state_dict`` has the values, under all names of the module.
+        Its ``state_dict`` shows weights on the meta device, and if they are averages, ``CURRENT_STATE`` those that are trained. What hooks
+        leave there, under whatever names, and their own tensors, is loaded.
 
         Raises:
             CheckpointError: on every rank, if any does not see a complete checkpoint.
@@ -220,7 +235,7 @@ class Holdings:
         if len(set(self.mesh.world.gather_objects(source.mark))) > 1:
             raise CheckpointError(f"checkpoint {filepath} was replaced by another while it was read: read it again")
         if source.is_numbered and self.orders:
-            everyone = self._tell([], extras=False)
+            everyone = self._tell()
             order, certain = self._whole_orders(everyone)
             if not certain:
                 raise CheckpointError(
@@ -230,13 +245,14 @@ class Holdings:
             frozen = state.module_meta(self.part, everyone)["frozen"]
             source = source.named([[name for group in groups for name in group] for groups in order], frozen)
         source = state.in_module(source, self.part)
-        if whole:
-            stored = {key: source.entries.get(self._stored(source, first)) for key, first in self.part.aliases.items()}
-            seen = {key: entry.read() for key, entry in stored.items() if entry is not None}
-        else:
-            shown = {name.removeprefix(f"{MODEL}."): source.entries[name] for name in source.weights}
-            seen = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in shown.items()}
-        return {"state_dict": dict(seen)} | source.meta | {_SOURCE: source, _SEEN: seen}
+        seen = {entry: source.entries[entry].like() for entry in [*source.weights, *source.current]}
+        extras = source.meta.get(MODULE, {}).get(EXTRA_STATES, {})
+        kinds = {"state_dict": MODEL} | ({CURRENT_STATE: CURRENT} if source.current else {})
+        shown = {
+            key: {entry.removeprefix(f"{kind}."): weight for entry, weight in seen.items() if entry.startswith(f"{kind}.")} | extras
+            for key, kind in kinds.items()
+        }
+        return shown | source.meta | {_SOURCE: source, _SEEN: seen}
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Fill this rank's parameters and buffers from what ``load`` returned.
@@ -244,9 +260,30 @@ class Holdings:
         Raises:
             CheckpointError: a tensor has another shape; with ``strict``, also if one is missing, or the model has no place for it.
         """
-        self._load_weights(_chosen(checkpoint), strict=strict)
+        self._load_weights(_chosen(checkpoint, "state_dict"), strict=strict)
 
-    def _load_weights(self, source: Source, *, strict: bool) -> None:
+    def load_averages(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """For callbacks that keep averages, after ``load_model``: put whole values into ``checkpoint``, of what was loaded.
+
+        If these are averages, also of the weights that are trained, which are loaded then.
+        """
+        told = cast("dict[str, Any]", checkpoint)
+        told["state_dict"] = self._values()
+        if CURRENT_STATE in told and AVERAGING_STATE in told:
+            self._load_weights(_chosen(told, CURRENT_STATE), CURRENT_STATE, strict=strict)
+            told[CURRENT_STATE] = self._values()
+
+    def _values(self) -> dict[str, Any]:
+        """The state dict of the module, which is whole on every rank, on CPU."""
+        with full_parameters(self.part.module):
+            found = self.part.module.state_dict()
+            return {
+                key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+                for key, value in found.items()
+            }
+
+    def _load_weights(self, source: Source, key: str = "state_dict", *, strict: bool) -> None:
+        what = f"{f'{key} of ' * (key != 'state_dict')}checkpoint {source.path}"
         spared = {f"{MODEL}.{name}" for name in self.part.left_out if strict} - source.entries.keys()
         shards = {name: shard for first, shard in self.module_shards().items() if (name := self._stored(source, first)) not in spared}
         extras = {f"{MODEL}.{key}": value for key, value in source.meta.get(MODULE, {}).get(EXTRA_STATES, {}).items()}
@@ -256,21 +293,19 @@ class Holdings:
         stored = source.entries.keys() | extras.keys()
         unexpected = [name for name in [*source.weights, *extras] if name not in known]
         if unexpected and strict:
-            raise CheckpointError(f"checkpoint {source.path} holds weights that the model has not: {', '.join(unexpected)}")
+            raise CheckpointError(f"{what} holds weights that the model has not: {', '.join(unexpected)}")
         if not strict:
             missing = [name for name in ours if name not in stored]
             if missing or unexpected:
                 rank_zero_warn(
-                    f"checkpoint {source.path} was not loaded whole, as strict_loading=False allows. Not in it, and left as they are: "
+                    f"{what} was not loaded whole, as strict_loading=False allows. Not in it, and left as they are: "
                     f"{', '.join(missing) or 'nothing'}. In it, but not in the model: {', '.join(unexpected) or 'nothing'}"
                 )
             shards = {name: shard for name, shard in shards.items() if name in source.entries}
         elif untold := [name for name in ours if is_extra(name) and name not in stored]:
-            rank_zero_warn(f"checkpoint {source.path} has no {', '.join(untold)}: what get_extra_state returns there is left as it is")
+            rank_zero_warn(f"{what} has no {', '.join(untold)}: what get_extra_state returns there is left as it is")
         if spared:
-            rank_zero_warn(
-                f"checkpoint {source.path} has no {', '.join(sorted(spared))}, and the module's state_dict has not either: left as it is"
-            )
+            rank_zero_warn(f"{what} has no {', '.join(sorted(spared))}, and the module's state_dict has not either: left as it is")
 
         def fill() -> None:
             source.fill(shards)
@@ -285,18 +320,9 @@ class Holdings:
 
     def _everywhere(self, what: str, action: Callable[[], T]) -> T:
         """What ``action``, which talks to no other rank, returns; if it fails on one, all raise what was to be loaded and why it is not."""
-        result, error = None, None
-        try:
-            result = action()
-        except Exception as exception:
-            error = exception
-        faults: dict[str, list[int]] = {}
-        for rank, text in enumerate(self.mesh.world.gather_objects(None if error is None else describe(error))):
-            if text is not None:
-                faults.setdefault(text, []).append(rank)
-        if faults:
-            told = next(iter(faults)) if [len(ranks) for ranks in faults.values()] == [self.mesh.world.size] else _by_ranks(faults)
-            raise CheckpointError(f"{what} cannot be loaded: {told}") from error
+        result, error = _tried(action)
+        faults = self.mesh.world.gather_objects(None if error is None else describe(error))
+        _raise(f"{what} cannot be loaded", faults, error, "Each rank reads its own part, so it must lie on storage that every rank reaches")
         return cast("T", result)
 
     def _stored(self, source: Source, name: str) -> str:
@@ -311,7 +337,7 @@ class Holdings:
             CheckpointError: the checkpoint holds another number of optimizers, or lacks a part of the state of a parameter.
         """
         assert self.data_parallel is not None
-        source, metas = checkpoint[_SOURCE], checkpoint[OPTIMIZERS]
+        source, metas = checkpoint[_SOURCE].trained(), checkpoint[OPTIMIZERS]
         if not source.is_of_a_run:
             return  # weights that training begins with
         if len(metas) != len(self.optimizers):
@@ -319,8 +345,6 @@ class Holdings:
                 f"checkpoint {source.path} holds {len(metas)} optimizers, but configure_optimizers made {len(self.optimizers)}. "
                 f"{state.ANEW}"
             )
-        if CURRENT in source.meta:  # what a callback has loaded is rounded to the module's dtype
-            self._load_weights(source.with_weights(source.meta[CURRENT]), strict=True)
         state.require_states(source)
         self._everywhere(f"the state of optimizers from {source.path}", lambda: self._fill_optimizers(source, metas))
         self.restore_rng(checkpoint)
@@ -357,9 +381,12 @@ class Holdings:
                 f"checkpoint {source.path} was written under another layout ({saved}): random numbers are not those of a run that kept it"
             )
 
-    def _tell(self, optimizers: list[dict[str, Any]], *, extras: bool) -> list[state.Told]:
-        """Of every rank; all of it in one exchange, since a step waits for it."""
-        return self.mesh.world.gather_objects(state.Told.of(self.part, self.orders, optimizers, extras=extras))
+    def _tell(self) -> list[state.Told]:
+        """Of every rank."""
+        return self.mesh.world.gather_objects(self._told([], extras=False))
+
+    def _told(self, optimizers: list[dict[str, Any]], *, extras: bool) -> state.Told:
+        return state.Told.of(self.part, self.orders, optimizers, extras=extras)
 
     def _whole_orders(self, everyone: Sequence[state.Told]) -> tuple[state.Orders, bool]:
         return state.merge_orders([told.orders for told in everyone], self.part.order)
@@ -370,35 +397,54 @@ class Holdings:
 
 def _shards(weights: Mapping[str, Any]) -> dict[str, Shard]:
     """What ``on_save_checkpoint`` has left of ``module_shards``, if it has put in nothing else."""
-    if strange := [f"{name} ({type(value).__name__})" for name, value in weights.items() if not isinstance(value, Shard)]:
-        raise CheckpointError(
-            f"on_save_checkpoint has put {', '.join(strange)} into checkpoint['state_dict'], where this rank's shards of the weights are. "
-            "They can be left out there; put tensors of your own under a key of your own: checkpoint['ema'] = ..."
-        )
+    if strange := {name: value for name, value in weights.items() if not isinstance(value, Shard)}:
+        raise _strange(strange)
     return dict(weights)
 
 
-def _by_ranks(faults: Mapping[str, list[int]]) -> str:
-    told = "; ".join(f"as ranks {ranks} see it: {text}" for text, ranks in faults.items())
-    return f"{told}. Each rank reads its own part, so it must lie on storage that every rank reaches"
+def _strange(values: Mapping[str, Any]) -> CheckpointError:
+    told = ", ".join(f"{name} ({type(value).__name__})" for name, value in values.items())
+    return CheckpointError(
+        f"on_save_checkpoint has put {told} into checkpoint['state_dict'], where this rank's shards of the weights are. "
+        "They can be left out there; put tensors of your own under a key of your own: checkpoint['ema'] = ..."
+    )
+
+
+def _tried(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
+
+
+def _raise(what: str, faults: Sequence[str | None], error: Exception | None, hint: str = "") -> None:
+    """Raise what ranks have found, by rank, if any has found something; ``error`` is this rank's own."""
+    ranks: dict[str, list[int]] = {}
+    for rank, fault in enumerate(faults):
+        if fault is not None:
+            ranks.setdefault(fault, []).append(rank)
+    if not ranks:
+        return
+    told = "; ".join(f"as ranks {found} see it: {text}" for text, found in ranks.items()) + (f". {hint}" if hint else "")
+    raise CheckpointError(f"{what}: {next(iter(ranks)) if None not in faults and len(ranks) == 1 else told}") from error
 
 
 _SOURCE, _SEEN = "lightning_par_source", "lightning_par_seen"
 
 
-def _chosen(checkpoint: Mapping[str, Any]) -> Source:
-    """The checkpoint with the weights that hooks have left in its ``state_dict``."""
+def _chosen(checkpoint: Mapping[str, Any], key: str) -> Source:
+    """The checkpoint with the weights that hooks have left in it under ``key``."""
     source: Source = checkpoint[_SOURCE]
-    shown, left = checkpoint[_SEEN], checkpoint["state_dict"]
-    if left.keys() == shown.keys() and all(left[name] is weight for name, weight in shown.items()):
-        return source
-    names = {id(weight): name for name, weight in shown.items()}
-    weights = {name: names.get(id(weight), weight) for name, weight in left.items()}
+    entries = {id(weight): entry for entry, weight in checkpoint[_SEEN].items()}
+    left = {name: weight for name, weight in checkpoint[key].items() if not is_extra(name)}
+    weights = {name: entries.get(id(weight), weight) for name, weight in left.items()}
     if unknown := [
         name for name, weight in weights.items() if not isinstance(weight, str) and (not isinstance(weight, Tensor) or weight.is_meta)
     ]:
         raise CheckpointError(
-            f"on_load_checkpoint has put {', '.join(unknown)} into the state_dict of {source.path}, computed from weights: those are read "
+            f"on_load_checkpoint has put {', '.join(unknown)} into the {key} of {source.path}, computed from weights: those are read "
             "afterwards, each rank its part. There they can be left out, renamed, and replaced by tensors with values"
         )
-    return source.with_weights(weights)
+    extras = {name: value for name, value in checkpoint[key].items() if is_extra(name)}
+    module = source.meta.get(MODULE, {}) | {EXTRA_STATES: extras}
+    return replace(source.with_weights(weights), meta=source.meta | {MODULE: module})

@@ -1,6 +1,7 @@
 """Lightning's WeightAveraging callbacks where no rank holds whole weights (ZeRO 3).
 
-The averages themselves are whole on every rank. In a checkpoint the callback puts them in the place of weights, which go to ``CURRENT``.
+The averages themselves are whole on every rank. In a checkpoint the callback puts them in the place of the weights, and the weights under
+a key of their own. When it loads one, it takes whole values of both, which ``Holdings.load_averages`` gives it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from lightning_par.zero import full_parameters
 
 HOOKS = (
+    "setup",
     "on_train_batch_end",
     "on_train_epoch_end",
     "on_train_end",
@@ -27,13 +29,14 @@ HOOKS = (
 """The hooks in which the callback reads or writes the module's weights."""
 
 
-CURRENT = "current_model_state"
-"""Lightning's key."""
-
-
 def averages(callbacks: Iterable[Callback]) -> list[WeightAveraging]:
     """The callbacks that keep an average of the weights."""
     return [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
+
+
+def has_averages(callbacks: Iterable[Callback]) -> bool:
+    """Whether any has made its averages, in this fit or an earlier one, so that it takes from a checkpoint what they go on from."""
+    return any(callback._average_model is not None for callback in averages(callbacks))
 
 
 def open_weights(trainer: pl.Trainer, module: nn.Module) -> ExitStack:

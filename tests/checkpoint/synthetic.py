@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ def synthetic(
         MODULE: {"aliases": ALIASES, "buffers": ["shift"], "frozen": ["fixed"]},
     }
     return Source(Path("synthetic"), "made by hand", told | meta, {name: Entry.of(value) for name, value in tensors.items()})
+
+
+def averaged(source: Source) -> Source:
+    """``source``, whose weights are taken for averages, with those that are trained: of each the double."""
+    current = {f"current.{name.removeprefix('model.')}": Entry.of(2 * source.read(name)) for name in source.weights}
+    told = {"averaging_state": {"n_averaged": torch.tensor(3)}, "callbacks": {"average": {"latest_update_step": 4}, "other": {"best": 1.0}}}
+    return replace(source, entries=source.entries | current, meta=source.meta | told)
 
 
 def assert_same(got: Source, wanted: Source) -> None:

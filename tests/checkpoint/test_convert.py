@@ -13,10 +13,21 @@ import pytest
 import torch
 
 from lightning_par import DeepSpeedTarget, convert
-from lightning_par.checkpoint import CheckpointError, conversion, open_checkpoint
+from lightning_par.checkpoint import (
+    AVERAGING_STATE,
+    CURRENT_STATE,
+    DATA,
+    CheckpointError,
+    conversion,
+    open_checkpoint,
+    read_meta,
+    summary,
+)
+from lightning_par.checkpoint.deepspeed.names import STUBS
+from lightning_par.checkpoint.files import load
 from lightning_par.checkpoint.source import OPTIMIZERS, Entry, Source
 from lightning_par.checkpoint.whole import write_native, write_single
-from tests.checkpoint.synthetic import assert_same, synthetic
+from tests.checkpoint.synthetic import assert_same, averaged, synthetic
 
 TARGETS = {
     "native": ("native", None),
@@ -42,6 +53,43 @@ def test_K25_any_format_to_any_other_and_back_is_the_same_to_the_bit(first: str,
         convert(tmp_path / "first", tmp_path / first / second, format, target=target)
         convert(tmp_path / first / second, tmp_path / first / f"{second} back", "native")
         assert_same(open_checkpoint(tmp_path / first / f"{second} back"), synthetic())
+
+
+def test_averages_and_what_is_trained_go_to_any_format_and_on(tmp_path: Path) -> None:
+    source = averaged(synthetic())
+    write_native(source, tmp_path / "native")
+    last = tmp_path / "native"
+    for name in ("ckpt", "zero3", "universal", "zero1", "native"):
+        convert(last, tmp_path / f"to {name}", TARGETS[name][0], target=TARGETS[name][1])
+        last = tmp_path / f"to {name}"
+        assert_same(open_checkpoint(last), source)
+        assert dict(summary(open_checkpoint(last)))["averaged"]
+    assert CURRENT_STATE not in read_meta(last)
+    told = torch.load(tmp_path / "to ckpt", weights_only=True)
+    assert told[CURRENT_STATE]["head.weight"].equal(2 * told["state_dict"]["head.weight"])
+    files = sorted((tmp_path / "to zero3").rglob("*model_states.pt"))
+    assert ["averages" in load(file, STUBS)["lightning_par"] for file in files] == [True, False, False, False]
+    convert(last, tmp_path / "weights", optimizer=False)
+    assert open_checkpoint(tmp_path / "weights").read("model.up.bias").equal(source.read("model.up.bias"))
+    assert not open_checkpoint(tmp_path / "weights").current
+
+
+@pytest.mark.parametrize("format", ["deepspeed", "universal"])
+def test_averages_are_forgotten_when_deepspeed_has_trained_on(format: str, tmp_path: Path) -> None:
+    source = averaged(synthetic(lightning_par_data={"replicas": 2}))
+    write_native(source, tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "out", format)
+    for file in (tmp_path / "out").rglob("*model_states.pt"):
+        told = load(file, STUBS)
+        torch.save(told | {"global_steps": told["global_steps"] + 5}, tmp_path / "new")
+        (tmp_path / "new").replace(file)
+    got = open_checkpoint(tmp_path / "out")
+    assert not got.current
+    for name in source.current:
+        assert got.read(name.replace("current.", "model.")).equal(source.read(name))
+    assert got.meta["global_step"] == 9
+    assert got.meta["callbacks"] == {"other": {"best": 1.0}}
+    assert not got.meta.keys() & {CURRENT_STATE, AVERAGING_STATE, DATA}
 
 
 def test_plain_torch_loads_a_single_file_and_its_optimizer(native: Path, tmp_path: Path) -> None:
@@ -330,7 +378,7 @@ def _big(path: Path) -> None:
     names = [f"layers.{place}.weight" for place in range(COUNT)]
     entries = {}
     for name in names:
-        for entry in (f"model.{name}", f"optimizer.0.{name}.exp_avg", f"optimizer.0.{name}.exp_avg_sq"):
+        for entry in (f"model.{name}", f"current.{name}", f"optimizer.0.{name}.exp_avg", f"optimizer.0.{name}.exp_avg_sq"):
             entries[entry] = Entry((LARGEST // 4,), torch.float32, lambda: torch.ones(LARGEST // 4))
         entries[f"optimizer.0.{name}.step"] = Entry.of(torch.tensor(1.0))
     meta = {OPTIMIZERS: [{"groups": [{"params": names, "lr": 0.1}], "scalars": {}}], "global_step": 1}

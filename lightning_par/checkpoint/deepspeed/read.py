@@ -5,6 +5,8 @@ Note [Which values are taken]
 A trained parameter is its float32 master; ``module`` holds it rounded. Where parameters lie in the flat tensors is told by
 ``param_shapes`` alone (``param_slice_mappings`` is wrong under ``round_robin_gradients``). Frozen parameters and buffers are those of
 ``module`` (stage 3: frozen ones lie in fragments, one in each rank's model file). Padding is cut off and never looked at.
+
+What a converted checkpoint told of the run, averages of weights among it, is forgotten once DeepSpeed has trained on.
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import load
 from lightning_par.checkpoint.layers import tell_layers
 from lightning_par.checkpoint.source import (
+    AVERAGING_STATE,
+    CURRENT,
+    CURRENT_STATE,
+    DATA,
     LAYERS,
     LOSS_SCALE,
     MODEL,
@@ -50,7 +56,7 @@ from lightning_par.checkpoint.source import (
     Source,
     parameter_of,
 )
-from lightning_par.checkpoint.whole import EXTRA, number, tied
+from lightning_par.checkpoint.whole import AVERAGES, EXTRA, number, tied
 
 
 def open_deepspeed(path: Path, joining: Joining | None = None) -> Source:
@@ -228,7 +234,10 @@ def module_entries(models: Sequence[Mapping[str, Any]], trained: Mapping[str, En
     aliases = aliases_of(model)
     names = list(dict.fromkeys((*aliases.values(), *(name for name in trained if not name.startswith(f"{MODEL}.{NUMBERED}")))))
     frozen, keys = frozen_fragments(models), _keys(aliases)
-    entries = {f"{MODEL}.{name}": trained.get(name) or frozen.get(name) or Entry.of(model["module"][keys[name]]) for name in names}
+    values = {name: trained.get(name) or frozen.get(name) or Entry.of(model["module"][keys[name]]) for name in names}
+    averages = _averages(model)
+    entries = {f"{MODEL}.{name}": value for name, value in (averages or values).items()}
+    entries |= {f"{CURRENT}.{name}": value for name, value in values.items()} if averages else {}
     entries |= {name: Entry.of(value) for name, value in _ours(model).get("rng", {}).items()}
     told = {aliases.get(key, key) for key in model.get("buffer_names") or ()}
     buffers = [name for name in names if name in told]
@@ -275,6 +284,8 @@ def client_meta(
 ) -> dict[str, Any]:
     """The user's ``client_state`` (Lightning keeps its own there); what is not in it, from the engine's counters."""
     client = {key: value for key, value in model.items() if key not in ENGINE_KEYS}
+    if not _averages(model):
+        client = _without_averaging(client)
     if EXTRA in client:
         if extra := _ours(model):
             return {key: value for key, value in client.items() if key != EXTRA} | extra["meta"]
@@ -295,7 +306,24 @@ def client_meta(
     return counters | client | {OPTIMIZERS: optimizers, MODULE: dict(told), "deepspeed": dict(facts)}
 
 
-_STALE = (EXTRA, "epoch", "global_step", "loops", "lr_schedulers", LOSS_SCALE)
+_STALE = (EXTRA, "epoch", "global_step", "loops", "lr_schedulers", LOSS_SCALE, DATA)
+
+
+def _averages(model: Mapping[str, Any]) -> dict[str, Entry]:
+    """Of parameters and buffers, if we wrote them and they are those of the weights."""
+    return {name: Entry.of(value) for name, value in _ours(model).get(AVERAGES, {}).items()}
+
+
+def _without_averaging(client: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what Lightning's callback remembers of averages that are not there."""
+    kept = {key: value for key, value in client.items() if key not in (CURRENT_STATE, AVERAGING_STATE)}
+    if isinstance(callbacks := kept.get("callbacks"), Mapping):
+        kept["callbacks"] = {name: told for name, told in callbacks.items() if not _is_averaging(told)}
+    return kept
+
+
+def _is_averaging(told: Any) -> bool:
+    return isinstance(told, Mapping) and told.keys() == {"latest_update_step"}
 
 
 def _ours(model: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,7 +14,6 @@ place; what is written here has both, so that an engine of any stage and any num
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from lightning_par.checkpoint.deepspeed.write import Target, Trained, loss_scale
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import Scratch, load, require_file_names, save
 from lightning_par.checkpoint.source import OPTIMIZER, Entry, Source
+from lightning_par.checkpoint.whole import AVERAGES, EXTRA
 
 FOLDER, LATEST, STATE = "universal", "latest_universal", "optimizer_state.pt"
 
@@ -107,8 +107,10 @@ def write_universal(source: Source, folder: Path, target: Target) -> None:
     (place / "zero").mkdir(parents=True)
     whole = Target(2, 1, target.dtype)
     flat = of_stage(2, trained.shapes, 1)
-    save(model_state(trained, flat, whole, Scratch(folder)), place / names.model_file(2))
-    shutil.copyfile(place / names.model_file(2), place / names.model_file(3))
+    model = model_state(trained, flat, whole, Scratch(folder))
+    save(model, place / names.model_file(2))
+    model[EXTRA].pop(AVERAGES, None)
+    save(model, place / names.model_file(3))
     for group, shapes in enumerate(flat.groups):
         for name in shapes:
             part = place / "zero" / name

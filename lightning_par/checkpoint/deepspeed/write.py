@@ -6,6 +6,9 @@ Everything that the engine and its tools (zero_to_fp32, ds_to_universal) read, w
 runtime/zero/stage_1_and_2.py, stage3.py, utils/zero_to_fp32.py, checkpoint/ds_to_universal.py. ``module`` holds the rounded masters, since
 stages 1 and 2 do not compute them anew. The order of the parameters in a group is that of the optimizer, which the engine counts on.
 What only we know goes into the client state, under ``lightning_par``. ``latest`` is written last.
+
+Of a run with averages of weights, the engine gets the weights that are trained, which go with the moments. The averages lie in the first
+model file, under ``lightning_par``; they are read again until DeepSpeed has trained on, of which they know nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from lightning_par.checkpoint.deepspeed.flat import Flat, Shapes, of_stage
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import Scratch, require_file_names, save
 from lightning_par.checkpoint.source import LOSS_SCALE, MODEL, MODULE, OPTIMIZERS, Contents, Entry, Source, rng_of, states
-from lightning_par.checkpoint.whole import EXTRA
+from lightning_par.checkpoint.whole import AVERAGES, EXTRA
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SUB_GROUP = 1_000_000_000
@@ -68,12 +71,15 @@ class Trained:
     """The one optimizer of a checkpoint, as DeepSpeed can have it.
 
     Attributes:
+        source: with the weights that are trained.
+        averages: of them, by name; empty if there are none.
         groups: hyperparameters and names. Those without a trained parameter are among them at stage 3 only: below it engines have none.
         moments: the keys of state in the shape of the parameter.
         common: what else there is of state, which DeepSpeed has once for each group (step).
     """
 
     source: Source
+    averages: dict[str, Entry]
     contents: Contents
     groups: tuple[dict[str, Any], ...]
     states: dict[str, dict[str, Entry]]
@@ -83,6 +89,8 @@ class Trained:
     @classmethod
     def of(cls, source: Source, *, empty_groups: bool = False) -> Trained:
         """Refuse what DeepSpeed has no place for, all of it named."""
+        averages = {entry.removeprefix(f"{MODEL}."): source.entries[entry] for entry in source.weights} if source.current else {}
+        source = source.trained()
         contents, metas = Contents.of(source), source.meta.get(OPTIMIZERS, [])
         faults = [f"{len(metas)} optimizers: DeepSpeed has one"] if len(metas) > 1 else []
         if source.is_numbered:
@@ -120,7 +128,7 @@ class Trained:
             warnings.warn(f"{', '.join(untold)}: not in {source.path}, so not in what is written either", stacklevel=2)
         if bare:
             warnings.warn(f"{', '.join(bare)}: no optimizer state, so zeros are written: DeepSpeed keeps one for all", stacklevel=2)
-        return cls(source, contents, groups, found, tuple(moments), common)
+        return cls(source, averages, contents, groups, found, tuple(moments), common)
 
     @property
     def shapes(self) -> list[Shapes]:
@@ -139,15 +147,16 @@ class Trained:
     def options(self, group: int) -> dict[str, Any]:
         return {key: value for key, value in self.groups[group].items() if key != "params"}
 
-    @property
-    def client(self) -> dict[str, Any]:
-        """Lightning's keys as the client state, and what only we know."""
+    def client(self, scratch: Scratch | None) -> dict[str, Any]:
+        """Lightning's keys as the client state, and what only we know. ``scratch``: for the averages, which are left out without it."""
         hidden = {key: self.source.meta[key] for key in (OPTIMIZERS, MODULE, "layout", "deepspeed") if key in self.source.meta}
         client = {key: value for key, value in self.source.meta.items() if key not in hidden}
         if taken := sorted(client.keys() & names.ENGINE_KEYS):
             raise CheckpointError(f"{self.source.path} holds the keys {', '.join(taken)}, which are the engine's own in DeepSpeed's files")
         rng = {name: entry.read() for name, entry in rng_of(self.source)}
-        return client | {EXTRA: {"meta": hidden, "rng": rng, "global_steps": self.source.meta.get("global_step", 0)}}
+        averages = {name: scratch.keep(entry.read()) for name, entry in self.averages.items()} if scratch is not None else {}
+        told = {"meta": hidden, "rng": rng, "global_steps": self.source.meta.get("global_step", 0)}
+        return client | {EXTRA: told | ({AVERAGES: averages} if averages else {})}
 
 
 def write_deepspeed(source: Source, folder: Path, target: Target) -> None:
@@ -202,7 +211,7 @@ def model_state(trained: Trained, flat: Flat, target: Target, scratch: Scratch, 
         "ds_version": names.VERSION,
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
     }
-    return trained.client | engine
+    return trained.client(scratch if rank == 0 else None) | engine
 
 
 def _rounded(value: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
