@@ -156,7 +156,9 @@ def _hold(how: str, folder: Path, steps: int, seed: int = 0, source: Path | None
         return module.hf.eval()(input_ids=PROMPT).logits
 
 
-@pytest.mark.parametrize("how", ["embed", "tied", "body", "weight", "tied by hand", "compiled"])
+@pytest.mark.parametrize(
+    "how", ["tied", "compiled", *(pytest.param(n, marks=pytest.mark.slow) for n in ["embed", "body", "weight", "tied by hand"])]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_the_outermost_model_goes_whole_out_and_in_whatever_names_its_parts_first(how: str, tmp_path: Path) -> None:
     trained = run_world(_hold, 1, how, tmp_path / "last", 2)[0]

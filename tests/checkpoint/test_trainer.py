@@ -349,7 +349,7 @@ def _odd(layout: dict[str, int], steps: int, save: Path | None, resume: Path | N
 
 @pytest.mark.parametrize(
     "layout",
-    [{"dp": 2}, pytest.param({"dp": 2, "zero": 1}, marks=pytest.mark.slow), {"dp": 2, "zero": 2}],
+    [*(pytest.param({"dp": 2, **zero}, marks=pytest.mark.slow) for zero in ({}, {"zero": 1})), {"dp": 2, "zero": 2}],
     ids=["dp2", "dp2 zero1", "dp2 zero2"],
 )
 def test_K1_parameters_without_elements_and_names_with_number_signs(layout: dict[str, int], tmp_path: Path) -> None:
