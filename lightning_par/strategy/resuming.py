@@ -19,7 +19,8 @@ place in the data, its random generators and its buffers are those with which th
 
 Random generators are restored once the dataloader's iterator is made in the middle of an epoch, since making it draws from them, which the
 straight run did when the epoch began. A save before training's dataloaders were made (in ``on_fit_start``) says so: the resumed run's
-iterator draws what the straight run's did after the save. What workers draw inside of a dataset does not go on: they start from another seed.
+iterator draws what the straight run's did after the save. What workers draw inside of a dataset does not go on: they start from another
+seed.
 
 A validation within which the run was saved is run again from its first batch. What it draws at random, and what is drawn after it, are then
 other numbers than those of the straight run.
