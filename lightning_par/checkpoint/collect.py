@@ -27,7 +27,7 @@ def collect(shards: Mapping[str, Shard], world: Group, device: torch.device) -> 
             whole[name] = _receive(name, parts, shards, torch.empty(shape, dtype=dtype), world, device)
         elif world.index in parts:
             data = shards[name].data.detach().reshape(-1).to(device).contiguous()
-            exchange(world, [Message(_wire(data), 0)], []).wait()
+            exchange(world, [Message(data, 0)], []).wait()
     return whole if world.index == 0 else None
 
 
@@ -39,14 +39,9 @@ def _receive(
             flat = shards[name].data.detach().reshape(-1).cpu()
         else:
             received = torch.empty(spec.span.size, dtype=spec.dtype, device=device)
-            exchange(world, [], [Message(_wire(received), rank)]).wait()
+            exchange(world, [], [Message(received, rank)]).wait()
             flat = received.cpu()
         for box in spec.boxes():
             where = tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
             whole[where] = box.view(flat)
     return whole
-
-
-def _wire(tensor: Tensor) -> Tensor:
-    """Bools travel as bytes: not every backend sends them."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -27,6 +27,8 @@ from lightning_par.comm.trace import Trace
 
 T = TypeVar("T")
 Op = Literal["sum", "max", "min"]
+# What every backend sends:
+_SENT = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8})
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -135,6 +137,7 @@ class Group:
                 whole.copy_(mine)
             return DONE
         self.trace.add("all_gather", self.name, mine.numel() * (self.size - 1), mine)
+        whole, mine = wire(whole), wire(mine)
         if self._is_gloo:
             parts = list(whole.view(self.size, -1))
             place, parts[self.index] = parts[self.index], mine
@@ -150,7 +153,7 @@ class Group:
         if self._is_silent(tensor):
             return DONE
         self.trace.add("broadcast", self.name, tensor.numel() * (self.size - 1) if self.index == source else 0, tensor)
-        return _started(_Works([dist.broadcast(tensor, self.ranks[source], group=self.handle, async_op=True)]), async_op)
+        return _started(_Works([dist.broadcast(wire(tensor), self.ranks[source], group=self.handle, async_op=True)]), async_op)
 
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """The value of the rank at index ``source`` (pickled: for settings and names, not for the training step)."""
@@ -172,6 +175,11 @@ class Group:
         """Wait until every rank of the group has come here."""
         if self.size > 1:
             dist.barrier(group=self.handle)
+
+
+def wire(tensor: Tensor) -> Tensor:
+    """What travels of a tensor that is sent as it is: the bytes of those dtypes that not every backend knows (contiguous ones)."""
+    return tensor if tensor.dtype in _SENT or not tensor.numel() else tensor.view(-1).view(torch.uint8)
 
 
 def _add(parts: Tensor, out: Tensor) -> None:

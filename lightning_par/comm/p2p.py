@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_par.comm.group import DONE, Group, Work, _Works
+from lightning_par.comm.group import DONE, Group, Work, _Works, wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ def exchange(group: Group, sends: list[Message], receives: list[Message]) -> Wor
     ops = []
     for kind, messages in ((dist.irecv, receives), (dist.isend, sends)):
         for message in messages:
-            ops.append(dist.P2POp(kind, message.tensor, group.ranks[message.peer], group.handle))
+            ops.append(dist.P2POp(kind, wire(message.tensor), group.ranks[message.peer], group.handle))
     for message in sends:
         group.trace.add("send", group.name, message.tensor.numel(), message.tensor)
     return _Works(dist.batch_isend_irecv(ops)) if ops else DONE

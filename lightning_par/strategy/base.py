@@ -495,6 +495,11 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @property
     def _holdings(self) -> Holdings:
+        if self._assembled is None or self._assembled.module is not self.lightning_module:
+            raise RuntimeError(
+                "the module is divided among the ranks, and can be saved, from on_fit_start on: a callback's `setup` comes before that. "
+                "Save in on_fit_start"
+            )
         return Holdings(self._part, self._data_parallel, self.optimizers, self._orders, self.root_device)
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelPruning, ModelSummary, StochasticWeightAveraging
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -59,6 +59,7 @@ def loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer:
             f"the StochasticWeightAveraging callback with tp={layout.tp}, pp={layout.pp}, zero={layout.zero}: it works on a copy of the "
             "whole module; use data or context parallelism with zero at most 2, or a WeightAveraging callback, which takes zero=3 too"
         )
+    found += [told for callback in trainer.callbacks if (told := _callback_violation(layout, callback))]
     norms = [name for name, submodule in module.named_modules() if isinstance(submodule, _BatchNorm)]
     if norms and (layout.pp > 1 or layout.cp > 1):
         found.append(
@@ -86,6 +87,28 @@ def loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer:
             "steps; pass Trainer(enable_model_summary=False) and no log_graph, or set example_input_array=None"
         )
     return found
+
+
+def _callback_violation(layout: ParallelLayout, callback: pl.Callback) -> str:
+    """Of callbacks that put other parameters in the place of those that are trained; nothing: ''."""
+    name = type(callback).__name__
+    if isinstance(callback, ModelPruning):
+        return (
+            f"the {name} callback: it replaces parameters in the middle of training, of which neither the optimizer's shards nor a "
+            "checkpoint know; prune the module before the fit (torch.nn.utils.prune), or train it with a strategy of Lightning's own"
+        )
+    if isinstance(callback, BackboneFinetuning):
+        return (
+            f"the {name} callback: it gives the optimizer new param groups in the middle of training, but gradients are laid out when it "
+            "starts; unfreeze the backbone before a second fit, or give configure_optimizers all groups from the start"
+        )
+    if isinstance(callback, BaseFinetuning) and (layout.zero or layout.pp > 1):
+        return (
+            f"the {name} callback with zero={layout.zero}, pp={layout.pp}: a BaseFinetuning looks the optimizer's parameters up in the "
+            "whole module, but a rank's optimizer holds shards, or those of one stage; use zero=0 and pp=1, or change what is trained "
+            "before a second fit"
+        )
+    return ""
 
 
 def _has_spectral_norm(module: nn.Module) -> bool:

@@ -18,7 +18,9 @@ Gradients that wait for the next optimizer step are in no checkpoint. One that i
 place in the data, its random generators and its buffers are those with which the accumulation at hand began.
 
 Random generators are restored once the dataloader's iterator is made in the middle of an epoch, since making it draws from them, which the
-straight run did when the epoch began. What workers draw inside of a dataset does not go on: they start from another seed.
+straight run did when the epoch began. A save before training's dataloaders were made (in ``on_fit_start``) says so: the resumed run's
+iterator draws what the straight run's did after the save. What workers draw inside of a dataset does not go on: they start from another
+seed.
 
 A validation within which the run was saved is run again from its first batch. What it draws at random, and what is drawn after it, are then
 other numbers than those of the straight run.
@@ -105,12 +107,13 @@ class DataPlace:
         self._loaders: CombinedLoader | None = None  # those that were begun with
         self._untouched: dict[str, Any] | None = None  # what the checkpoint told, until then
         self._epoch = 0
+        self._before_sanity: dict[str, Tensor] | None = None  # generators; Lightning sets them to that again after its sanity check
 
     # --- while training
 
     def forget(self) -> None:
         """A checkpoint that an earlier run read is none of the next one's business."""
-        self._resumed = self._restored = None
+        self._resumed = self._restored = self._before_sanity = None
 
     def enter(self, trainer: pl.Trainer, mesh: Mesh, dataloader: Any) -> Any:
         """A training dataloader before its first use, or what takes its place: at the batch that comes next.
@@ -144,6 +147,8 @@ class DataPlace:
 
     def enter_validation(self, trainer: pl.Trainer, dataloader: Any) -> None:
         """As ``enter``, one of validation's: it begins anew, but draws what the straight run's did."""
+        if trainer.sanity_checking and self._before_sanity is None:
+            self._before_sanity = generators()
         if self._resumed is not None and self._resumed.stays and trainer.validating and getattr(dataloader, "persistent_workers", False):
             _begin(dataloader)
 
@@ -249,9 +254,12 @@ class DataPlace:
         """
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops is None or self._loaders is None or not seams.takes_batches(trainer):
-            if self._untouched is not None and self._loaders is None:
-                checkpoint[DATA] = self._untouched
-            yield
+            if self._loaders is None:
+                checkpoint[DATA] = self._untouched or {"begun": seams.train_loaders(trainer) is not None}
+            with generators_kept() if trainer.sanity_checking else nullcontext():
+                if trainer.sanity_checking and self._before_sanity is not None:
+                    set_generators(self._before_sanity)
+                yield
             return
         dataloaders = self._loaders.flattened
         progress.unbegin(loops)
@@ -289,15 +297,17 @@ class DataPlace:
             CheckpointError: dataloaders' states are those of another number of replicas.
         """
         loops = checkpoint["loops"]["fit_loop"]
-        self._loaders, self._untouched = None, checkpoint.get(DATA)
+        told = checkpoint.get(DATA, {})
+        begun = told.get("begun", True)
+        self._loaders, self._untouched = None, told if begun else None
         by_steps = trainer.max_steps != -1
         if by_steps and checkpoint.get("global_step", 0) >= trainer.max_steps:
             return nullcontext()  # nothing is left to train
-        told = checkpoint.get(DATA, {})
         validates = told.get("validates") and trainer.enable_validation
         in_epoch_end = progress.is_in_epoch_end(loops)
         progress.reopen(loops, by_steps=by_steps, validates=bool(validates))
-        batches, replicas = progress.batches_given(loops), told.get("replicas", mesh.dp.size)
+        batches = progress.batches_given(loops) if begun else None
+        replicas = told.get("replicas", mesh.dp.size)
         states = loops.get("state_dict", {}).pop("combined_loader", [])  # Lightning restores them in the middle of an epoch only
         if by_replica := told.get("states"):
             if replicas != mesh.dp.size and batches:

@@ -26,6 +26,21 @@ from lightning_par.zero import DataParallel
 
 OF_MOMENTS = ("beta2_decay", "betas", "etas", "lambd", "momentum", "rho")
 """Hyperparameters by which torch's optimizers make moments, or none if it is 0 (Adagrad has none of them)."""
+OF_STATE: dict[type[Optimizer], tuple[tuple[str, ...], ...]] = {
+    torch.optim.ASGD: (("eta", "mu", "ax"),),
+    torch.optim.Adadelta: (("square_avg", "acc_delta"),),
+    torch.optim.Adafactor: (("variance",), ("row_var", "col_var")),
+    torch.optim.Adagrad: (("sum",),),
+    torch.optim.Adam: (("exp_avg", "exp_avg_sq"),),
+    torch.optim.AdamW: (("exp_avg", "exp_avg_sq"),),
+    torch.optim.Adamax: (("exp_avg", "exp_inf"),),
+    torch.optim.NAdam: (("exp_avg", "exp_avg_sq", "mu_product"),),
+    torch.optim.RAdam: (("exp_avg", "exp_avg_sq"),),
+    torch.optim.RMSprop: (("square_avg",),),
+    torch.optim.Rprop: (("prev", "step_size"),),
+    torch.optim.SparseAdam: (("exp_avg", "exp_avg_sq"),),
+}
+"""What torch's optimizers look for in the state of a parameter that has one: all of one of these. (SGD and Muon do without.)"""
 ANEW = "To go on from its weights with optimizers that begin anew, give the strategy restore_optimizer=False"
 Orders = list[list[list[str]]]
 """The names of the parameters that each optimizer was given, group by group, in its order."""
@@ -429,6 +444,20 @@ def apply_optimizer_meta(optimizer: Optimizer, meta: Mapping[str, Any], data_par
             optimizer.state[param].update(meta["scalars"].get(data_parallel.held(param)[0], {}))
             if not optimizer.state[param]:
                 del optimizer.state[param]
+    if lacks := _lacks(optimizer):
+        raise CheckpointError(
+            f"the checkpoint has the state of another optimizer: without {', '.join(lacks)} {type(optimizer).__name__} cannot go on. {ANEW}"
+        )
+
+
+def _lacks(optimizer: Optimizer) -> list[str]:
+    """What the state that was loaded for some parameter should have and has not, so that a step would fail."""
+    needed, begins_with_state = OF_STATE.get(type(optimizer), ()), isinstance(optimizer, torch.optim.Adagrad)
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        state = optimizer.state.get(param, {})
+        if (state or (begins_with_state and param.requires_grad)) and needed and not any(state.keys() >= set(keys) for keys in needed):
+            return [key for key in needed[0] if key not in state]
+    return []
 
 
 def generators() -> dict[str, Tensor]:

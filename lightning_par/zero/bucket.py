@@ -273,7 +273,7 @@ class Bucket:
     @property
     def uses(self) -> Tensor:
         """The same, as the number of data ranks that did."""
-        return self._flags
+        return self._flags.real
 
     def publish(self, used: list[bool]) -> None:
         """Hand the result out: at stage 0 to the parameters, else to the optimizer's shards.

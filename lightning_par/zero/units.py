@@ -4,7 +4,8 @@ Note [Coming and going]
 ~~~~~~~~~~~~~~~~~~~~~~~
 A unit is a layer (a member of a ModuleList or Sequential), or the rest of the model. Its values are whole while it is *used*: from the
 start of a forward of its module to the end, and from the moment the gradient of that forward's output arrives until that of another
-unit's does. (The rest has no module of its own: each module that owns some of it counts, and between two of those it may go.)
+unit's does. (The rest has no module of its own: each module that owns some of it counts, and between two of those it may go. So does a
+module within a layer that is called while the layer is not.)
 
 All of it is one small cache. Using a unit gathers it unless it is here, then starts to gather those that will be used next, as the
 sequence of uses in the last pass tells; to make room, the unit whose last use is longest ago is freed. So ``1 + prefetch`` units are
@@ -38,28 +39,38 @@ REST = -1
 def find_units(module: nn.Module, classes: Sequence[str] = (), least: int = 0) -> dict[nn.Module, int]:
     """The modules that come and go as one, with the numbers of their units in order of registration.
 
-    Those of the named classes, else the members of every outermost ModuleList, Sequential or ModuleDict. Neighbours within one parent
-    share a unit until it holds ``least`` bytes of parameters.
+    Those of the named classes, else the members of every outermost ModuleList, Sequential or ModuleDict. A member that has no forward (one
+    more such container, say) is never called: its own members take its place. Neighbours within one outermost container share a unit until
+    it holds ``least`` bytes of parameters.
 
     Raises:
-        ValueError: a named class has no instance in the module.
+        ValueError: a named class has no instance in the module, or no forward.
     """
     if classes:
-        missing = set(classes) - {type(m).__name__ for m in module.modules()}
-        if missing:
+        named = {type(m).__name__: m for m in module.modules() if type(m).__name__ in classes}
+        if missing := set(classes) - named.keys():
             raise ValueError(f"ZeroOptions(units=...) names {', '.join(sorted(missing))}, but the module has no instance of that class")
+        if idle := [name for name, m in named.items() if not _is_called(m)]:
+            raise ValueError(f"ZeroOptions(units=...) names {', '.join(idle)}, but only what has a forward can be a unit")
     found: dict[nn.Module, nn.Module] = {}
 
-    def visit(parent: nn.Module) -> None:
+    def visit(parent: nn.Module, container: nn.Module | None) -> None:
+        if isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            container = container or parent
         for child in parent.children():
-            is_unit = type(child).__name__ in classes if classes else isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+            is_unit = type(child).__name__ in classes if classes else container is not None and _is_called(child)
             if is_unit and any(True for _ in child.parameters()):
-                found.setdefault(child, parent)
+                found.setdefault(child, container or parent)
             elif child not in found:
-                visit(child)
+                visit(child, None if _is_called(child) else container)
 
-    visit(module)
+    visit(module, None)
     return _join(found, least)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """It has a forward."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _join(parents: dict[nn.Module, nn.Module], least: int) -> dict[nn.Module, int]:
@@ -147,6 +158,10 @@ class Residency:
             for bucket in self.buckets[unit]:
                 bucket.close_values()
 
+    def is_inside(self, units: Iterable[int]) -> bool:
+        """Forwards that need all of these are under way."""
+        return all(self._inside[unit] for unit in units)
+
     def holds(self, tensor: Tensor) -> bool:
         """It is a view of a parameter's values."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -205,30 +220,35 @@ def in_backward() -> bool:
 
 
 def install(module: nn.Module, units: dict[nn.Module, int], owner: dict[nn.Parameter, int], residency: Residency) -> list[RemovableHandle]:
-    """Hook every unit, and every module outside them that owns parameters, so that its forward and backward use its unit."""
+    """Hook every unit, and every other module that owns parameters, so that its forward and backward use its unit."""
     handles = []
-    inside = {inner for unit in units for inner in unit.modules()}
-    hosts: list[tuple[nn.Module, Iterable[int]]] = []
-    for unit in units:
-        hosts.append((unit, {owner[param] for param in unit.parameters() if param in owner}))
-    for submodule in module.modules():
-        if submodule not in inside:
-            hosts.append((submodule, {owner[param] for param in submodule.parameters(recurse=False) if param in owner}))
-    for host, needed in hosts:
-        if numbers := sorted(needed & residency.buckets.keys()):
-            handles += _hook(host, numbers, residency)
+    inside = {inner for unit in units for inner in unit.modules()} - units.keys()
+    scripted = {inner for m in module.modules() if isinstance(m, torch.jit.ScriptModule) for inner in m.modules()}
+    for host in module.modules():
+        params = host.parameters(recurse=host in units)
+        numbers = sorted({owner[param] for param in params if param in owner} & residency.buckets.keys())
+        if numbers and not (host in inside and host in scripted):
+            handles += _hook(host, numbers, residency, part=host in inside)
     return handles
 
 
-def _hook(host: nn.Module, numbers: list[int], residency: Residency) -> list[RemovableHandle]:
+def _hook(host: nn.Module, numbers: list[int], residency: Residency, *, part: bool) -> list[RemovableHandle]:
+    """``part``: of a unit, whose own forward does all this where it is under way."""
+    entered: list[bool] = []  # for each forward of the host that is under way, the innermost last
+
+    def is_foreign(module: nn.Module) -> bool:
+        """A copy of the host, with values of its own, or a part of what is compiled with the unit."""
+        return module is not host or (part and torch.compiler.is_compiling())
+
     def before(module: nn.Module, _args: Any) -> None:
-        if module is not host:  # a copy of it, with values of its own
+        if is_foreign(module):
             return
-        for number in numbers:
+        entered.append(not (part and residency.is_inside(numbers)))
+        for number in numbers if entered[-1] else ():
             residency.enter(number)
 
     def after(module: nn.Module, _args: Any, output: Any) -> Any:
-        if module is not host:
+        if is_foreign(module) or not (entered and entered.pop()):
             return None
         if any(map(residency.holds, _tensors(output))):  # it returns a part of its own parameter
             output = _mapped(output, lambda tensor: tensor.clone() if residency.holds(tensor) else tensor)

@@ -423,6 +423,89 @@ def test_K7_state_of_optimizers_that_is_not_there_is_named(tmp_path: Path) -> No
     run_world(_resume_with_less, 1, tmp_path)
 
 
+class Choosing(Base):
+    def __init__(self, seed: int, optimizer: Any, **options: Any) -> None:
+        super().__init__(seed)
+        self.configure_optimizers = lambda: optimizer(self.parameters(), lr=1e-2, **options)
+
+
+def _resume_with_another(folder: Path) -> None:
+    adamw, sgd, adagrad = torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad
+    for saved, options in ((adamw, {}), (sgd, {"momentum": 0.9}), (adagrad, {})):
+        trained(Choosing(0, saved, **options), 2, save=folder / saved.__name__)
+    for saved, other, options, lacks in (
+        (adamw, torch.optim.NAdam, {}, "mu_product"),
+        (adamw, torch.optim.Adamax, {}, "exp_inf"),
+        (sgd, torch.optim.RMSprop, {"momentum": 0.9}, "square_avg"),
+        (adagrad, adamw, {}, "exp_avg, exp_avg_sq"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"of another optimizer: without {lacks} {other.__name__} cannot go on\. .*restore_opt"):
+            trained(Choosing(0, other, **options), 3, resume=folder / saved.__name__)
+    for saved, other in ((adamw, torch.optim.RAdam), (adagrad, adagrad)):
+        assert trained(Choosing(0, other), 3, resume=folder / saved.__name__).global_step == 3
+
+
+def test_K7_state_of_another_kind_of_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    run_world(_resume_with_another, 1, tmp_path)
+
+
+class Odd(Base):
+    """With weights and buffers of dtypes that few backends know."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        numbers = torch.randn(5).abs()
+        self.turn = nn.Parameter(torch.randn(2, dtype=torch.complex64))
+        self.frozen = nn.Parameter(numbers.to(torch.float8_e4m3fn), requires_grad=False)
+        for dtype in (torch.float8_e5m2, torch.uint16, torch.uint64, torch.int16, torch.complex128, torch.bool):
+            self.register_buffer(str(dtype).partition(".")[2], (7 * numbers).to(dtype))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        numbers = [getattr(self, name).abs() if "complex" in name else getattr(self, name).float() for name, _ in self.named_buffers()]
+        return (self.line(batch) * self.turn.abs()).pow(2).mean() * (sum(numbers) + self.frozen.float()).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(torch.ones_like(batch))  # of any size
+
+
+def _train_odd(folder: Path, stages: tuple[int, ...]) -> list[dict[str, Any]]:
+    fits = []
+    for stage in stages:
+        rank, dp = (0, 1) if len(stages) == 1 else (torch.distributed.get_rank(), 2)
+        trainer = trained(Odd(rank), 2, dp=dp, zero=stage, save=folder / f"{dp}-{stage}")
+        fits.append(trainer.strategy.full_state_dict())
+        trainer = trained(Odd(5), 2, dp=dp, zero=stage, resume=folder / f"{dp}-{stage}")
+        fits.append(trainer.strategy.full_state_dict())
+    return [{name: [complex(number) for number in value.flatten().tolist()] for name, value in (fit or {}).items()} for fit in fits]
+
+
+def test_K1_weights_and_buffers_of_any_dtype_on_several_ranks(tmp_path: Path) -> None:
+    expected = run_world(_train_odd, 1, tmp_path, (0,))[0][0]
+    for fit in run_world(_train_odd, 2, tmp_path, (0, 3))[0]:
+        assert {name: pytest.approx(value, rel=1e-4) for name, value in expected.items()} == fit
+
+
+class Early(L.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        trainer.save_checkpoint(self.folder)
+
+
+def _save_in_setup(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"from on_fit_start on: a callback's `setup` comes before"):
+        trained(Base(0), 1, callbacks=[Early(folder / "early")])
+    trainer = trained(Base(0), 1)
+    trainer.callbacks.append(Early(folder / "early"))
+    with pytest.raises(RuntimeError, match="comes before"):  # rather than save the module of the fit before
+        trainer.fit(Base(0), DataLoader(torch.arange(2.0).view(-1, 1)))
+
+
+def test_a_save_in_a_callbacks_setup_is_told_where_to_go(tmp_path: Path) -> None:
+    run_world(_save_in_setup, 1, tmp_path)
+
+
 class Moving(Base):
     """Knows weights under other names than the checkpoint, has one of its own choice, and no place for another."""
 

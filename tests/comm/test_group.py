@@ -36,6 +36,30 @@ def test_collectives_sum_and_gather_in_rank_order() -> None:
     run_world(_collectives, 3)
 
 
+DTYPES = ("bool", "int16", "uint16", "uint32", "uint64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "bfloat16", "int64")
+
+
+def _copies() -> None:
+    mesh = Mesh.build(ParallelLayout().resolve(2))
+    group, rank = mesh.data, mesh.rank
+    for dtype in (getattr(torch, name) for name in DTYPES):
+        ours, theirs = (torch.tensor([rank, 1.0]).to(dtype) for rank in (rank, 1 - rank))
+        received, whole, sent = torch.zeros(2).to(dtype), torch.zeros(4).to(dtype), ours.clone()
+        group.all_gather(whole, ours)
+        exchange(group, [Message(ours, 1 - rank)], [Message(received, 1 - rank)]).wait()
+        group.broadcast(sent, 1)
+        scalar = ours[0].clone()
+        group.broadcast(scalar, 1)
+        first, last = (ours, theirs) if rank == 0 else (theirs, ours)
+        for found, expected in ((whole[:2], first), (whole[2:], last), (received, theirs), (sent, last), (scalar, last[0])):
+            assert found.dtype == dtype
+            assert found.tolist() == expected.tolist(), dtype
+
+
+def test_tensors_of_any_dtype_are_sent_as_they_are() -> None:
+    run_world(_copies, 2)
+
+
 def _mean_of_ones() -> None:
     group = Mesh.build(ParallelLayout().resolve(2)).data
     for reduce in ("all_reduce", "reduce_scatter"):

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelPruning
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -149,3 +150,29 @@ def test_what_would_run_once_a_micro_batch_or_outside_of_steps_is_refused(what: 
             Stateful(what), token_loader(4)
         )
     assert len(error.value.violations) == 1
+
+
+class Thawing(BaseFinetuning):
+    """One of the user's own, that adds no param groups."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        pass
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "layout"),
+    [
+        (partial(ModelPruning, "l1_unstructured"), {"dp": 2}),
+        (BackboneFinetuning, {"dp": 2}),
+        (BackboneFinetuning, {"pp": 2}),
+        (Thawing, {"dp": 2, "zero": 1}),
+        (Thawing, {"pp": 2}),
+    ],
+)
+def test_callbacks_that_exchange_what_is_trained_are_refused_by_name(callback: Any, layout: dict[str, int]) -> None:
+    made, strategy = callback(), HybridParallelStrategy(**layout)
+    with pytest.raises(LayoutError, match=f"the {type(made).__name__} callback"):
+        Trainer(devices=2, strategy=strategy, callbacks=[made]).fit(TinyGPT(layers=2), token_loader(4))

@@ -82,6 +82,15 @@ class SaveWhen(L.Callback):
             if moment == (hook, len(trainer.lightning_module.steps)):
                 trainer.save_checkpoint(self.folder / name)
 
+    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._save(trainer, "fit")
+
+    def on_sanity_check_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._save(trainer, "sanity")
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._save(trainer, "train")
+
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._save(trainer, "begin")
 
@@ -472,6 +481,16 @@ def test_K10_a_save_when_an_epoch_begins_leaves_none_out(tmp_path: Path) -> None
     resumed = _world({"dp": 2}, tmp_path, [(name, LIMITS["epochs"], {"resume": moment}) for name, moment in cases])
     for (name, moment), ranks in zip(cases, resumed, strict=True):
         assert ranks == [steps[moments[moment][1] :] for steps in straight[names.index(name)]], (name, moment)
+
+
+@pytest.mark.parametrize("foresees", [False, True])
+def test_K10_K11_a_save_before_the_first_batch_resumes_as_the_whole_run(foresees: bool, tmp_path: Path) -> None:
+    """Before and after dataloaders were made: making an iterator draws a random number."""
+    limit, how = {"max_steps": EPOCH + 1}, {"validate": "plain", "num_sanity_val_steps": 1, "foresees": foresees}
+    moments = {hook: (hook, 0) for hook in ("fit", "sanity", "train")}
+    (straight,) = _world({"dp": 1}, tmp_path, [("shuffled", limit, how | {"moments": moments})])
+    resumed = _world({"dp": 1}, tmp_path, [("shuffled", limit, how | {"resume": moment}) for moment in moments])
+    assert not [moment for moment, ranks in zip(moments, resumed, strict=True) if ranks != straight]
 
 
 @pytest.mark.slow

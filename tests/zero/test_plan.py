@@ -84,6 +84,25 @@ def test_units_are_layers_and_the_rest() -> None:
         find_units(module, ("Linear", "Missing"))
 
 
+class Uncalled(nn.Module):
+    """Holds layers and a weight; nobody calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
+
+
+def test_members_that_are_never_called_are_no_units_but_theirs_are() -> None:
+    pairs = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))]) for _ in range(2))
+    module = nn.ModuleDict({"pairs": pairs, "holder": Uncalled(), "deep": nn.ModuleDict({"net": nn.Linear(2, 2)})})
+    units = find_units(module)
+    assert list(units) == [*pairs[0], *pairs[1], module["holder"].inner, module["deep"]["net"]]
+    assert list(find_units(module, least=1000).values()) == [0] * 6, "neighbours may share one across containers"
+    assert assign(module, units)[module["holder"].weight] == REST
+    with pytest.raises(ValueError, match="names Uncalled, but only what has a forward"):
+        find_units(module, ("Uncalled",))
+
+
 def test_a_parameter_that_two_units_share_belongs_to_the_rest() -> None:
     shared = nn.Linear(3, 3)
     module = nn.ModuleList([nn.Sequential(shared), nn.Sequential(shared, nn.Linear(3, 3))])

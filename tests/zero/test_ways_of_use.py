@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_par.zero import ZeroOptions
 from lightning_par.zero.guard import GuardedParameter
@@ -276,12 +277,29 @@ class Shared(nn.Module):
         return h
 
 
+class Nested(nn.Module):
+    """Containers in a container; and a part of a layer is called without the layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())]) for _ in range(3))
+        self.deep = nn.ModuleDict({"deeper": nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))})})
+
+    def forward(self, h: Tensor) -> Tensor:
+        net = self.deep["deeper"]["net"]
+        h = net[1](h)
+        for first, second in self.layers:
+            h = second(first(h).tanh()) + net[0](h)
+        return net(h) + checkpoint(net[1], h, use_reentrant=False)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "a dataclass": lambda: Chain(Dataclass),
     "a detached weight": lambda: Chain(Detached),
     "a view of a parameter": lambda: Positioned(packed=False),
     "a view of a parameter in a dataclass": lambda: Positioned(packed=True),
     "a weight in all layers": Shared,
+    "containers in a container": Nested,
 }
 
 
