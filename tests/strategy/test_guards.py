@@ -55,7 +55,7 @@ class Net(L.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         x, y = batch
         if self.blind:
-            x.sum().item()
+            torch.rand(()).item()
         x = first = self.inp(x)
         for layer in self.layers:
             x = layer(x)
