@@ -22,7 +22,7 @@ from lightning_par.checkpoint.files import give_back, local_path, put_in_place
 from lightning_par.checkpoint.hf import hf_part, is_hf, open_hf, write_hf
 from lightning_par.checkpoint.layers import tell_layers
 from lightning_par.checkpoint.native import is_native, require_name
-from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Contents, Entry, Joining, Source
+from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZERS, Contents, Entry, Joining, Source, is_number
 from lightning_par.checkpoint.whole import open_native, open_single, write_native, write_single
 
 
@@ -291,7 +291,7 @@ def _bytes(entry: Entry) -> int:
 def summary(source: Source) -> Iterable[tuple[str, str]]:
     """What a checkpoint holds, as rows of a name and a value, for people."""
     model = {name.removeprefix(f"{MODEL}."): entry for name, entry in source.entries.items() if name.startswith(f"{MODEL}.")}
-    model = {name: entry for name, entry in model.items() if not name.startswith(NUMBERED)}
+    model = {name: entry for name, entry in model.items() if not is_number(name)}
     told = source.meta.get(MODULE, {})
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in model.values()})
     tied = [key for key, name in told.get("aliases", {}).items() if key != name]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers, plain
+from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers, plain
 from lightning_par.checkpoint.hf import HUGGINGFACE, uncompiled
-from lightning_par.checkpoint.source import LOSS_SCALE, UNTOLD, states
+from lightning_par.checkpoint.source import LOSS_SCALE, UNTOLD, state_entry, states, told_state
 from lightning_par.comm import Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.numerics import SEEDS
@@ -115,7 +115,7 @@ def optimizer_shards(optimizer: Optimizer, index: int, data_parallel: DataParall
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 continue
-            entry = f"{OPTIMIZER}.{index}.{name}.{key}"
+            entry = state_entry(index, name, key)
             if value.shape == param.shape and value.dim():
                 shards[entry] = Shard.of(spec.like(value.dtype), value, writes=owns)
             else:
@@ -317,12 +317,10 @@ def empty_optimizer_state(
     """Give the state of this rank's ``optimizer`` the tensors that a checkpoint holds for its parameters, to be filled."""
     optimizer.state.clear()
     shards: dict[str, Shard] = {}
-    prefix = f"{OPTIMIZER}.{index}."
     by_name: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
     for entry, told in stored.items():
-        if entry.startswith(prefix):
-            name, _, key = entry.removeprefix(prefix).rpartition(".")
-            by_name.setdefault(name, {})[key] = told
+        if (place := told_state(entry)) is not None and place[0] == index:
+            by_name.setdefault(place[1], {})[place[2]] = told
     for group in optimizer.param_groups:
         for param in group["params"]:
             name, spec = data_parallel.held(param)
@@ -331,10 +329,10 @@ def empty_optimizer_state(
                     if dtype.is_floating_point and f"{MODEL}.{name}" in stored:
                         dtype = _state_dtype(dtype, stored[f"{MODEL}.{name}"][1], param.dtype)
                     value = torch.empty_like(param, dtype=dtype, requires_grad=False)
-                    shards[f"{prefix}{name}.{key}"] = Shard.of(spec.like(dtype), value)
+                    shards[state_entry(index, name, key)] = Shard.of(spec.like(dtype), value)
                 else:
                     value = torch.empty(shape, dtype=dtype, device=_state_device(key, param, group))
-                    shards[f"{prefix}{name}.{key}"] = Shard.whole(value, writes=False)
+                    shards[state_entry(index, name, key)] = Shard.whole(value, writes=False)
                 optimizer.state[param][key] = value
     return shards
 
@@ -362,9 +360,7 @@ def lacking(source: Source, index: int, meta: Mapping[str, Any]) -> tuple[list[s
         keys: dict[int, set[str]] = {}
         for name in stateful:
             keys.setdefault(_dims(source, name), set()).update(found[name])
-        tensors += [
-            f"{OPTIMIZER}.{index}.{name}.{key}" for name in stateful for key in sorted(keys[_dims(source, name)] - found[name].keys())
-        ]
+        tensors += [state_entry(index, name, key) for name in stateful for key in sorted(keys[_dims(source, name)] - found[name].keys())]
     return tensors, unused
 
 
