@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -229,7 +230,7 @@ def module_meta(assembled: Assembled, everyone: Sequence[Told]) -> dict[str, Any
         "aliases": dict(assembled.aliases),
         "buffers": [name for name in names if name in buffers],
         "frozen": [name for name in names if name in frozen],
-    } | _huggingface(assembled.module)
+    } | _with_changes(_huggingface(assembled.module), assembled)
 
 
 def in_module(source: Source, assembled: Assembled) -> Source:
@@ -298,6 +299,27 @@ def _huggingface(module: nn.Module) -> dict[str, Any]:
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         return {HUGGINGFACE: {"prefix": f"{path}." if path else "", "config": told, "tied": tied}}
     return {}
+
+
+def _with_changes(told: dict[str, Any], assembled: Assembled) -> dict[str, Any]:
+    """What ``_huggingface`` told, with the names of weights that its model has and a new one of its class and config has not, and lacks.
+
+    A model that its class does not make of the config alone is taken as it is, and so is a quantized one, whose class makes it otherwise.
+    """
+    mine = told.get(HUGGINGFACE, {})
+    if "prefix" not in mine or mine["config"].get("quantization_config"):
+        return told
+    model = assembled.module.get_submodule(mine["prefix"].removesuffix("."))
+    try:
+        with generators_kept(), torch.device("meta"):
+            made = type(model)(copy.deepcopy(_config(model)))
+            plain_names, tied = {*made.state_dict()}, getattr(made, "all_tied_weights_keys", None) or {}
+    except Exception:  # of anybody's class
+        return told
+    names = {uncompiled(key.removeprefix(mine["prefix"])): None for key in assembled.aliases if key.startswith(mine["prefix"])}
+    strange = [name for name in names if name not in plain_names]
+    lacking = sorted(plain_names - names.keys() - {*tied})
+    return {HUGGINGFACE: mine | {"changed": {"has": strange, "lacks": lacking}}} if strange or lacking else told
 
 
 def _is_itself(model: nn.Module) -> bool:
