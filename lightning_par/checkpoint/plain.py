@@ -15,14 +15,19 @@ def plain(value: Any, dropped: list[str], path: str = "") -> Any:
     """``value`` as dicts, lists, tuples, sets, numbers, strings and tensors.
 
     Mappings and sequences of any other class (OmegaConf's, Lightning's) become dicts and lists, paths and enum members strings and values;
-    so do keys. What cannot be told that way is left out and its path added to ``dropped``, and so is a sequence that would lack an item.
+    so do keys. Sparse tensors of coordinates stay so. What cannot be told that way is left out and its path added to ``dropped``, and so
+    is a sequence that would lack an item.
     """
     if value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, torch.dtype | torch.device):
         return value
     if type(value) is bytearray:
         return bytearray(value)
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu().as_subclass(torch.Tensor)
+        if value.is_meta or value.is_nested or value.layout not in (torch.strided, torch.sparse_coo):
+            dropped.append(f"{path} (a tensor that is {'meta' if value.is_meta else 'nested' if value.is_nested else value.layout})")
+            return _DROPPED
+        told = value.detach().cpu()
+        return told if type(told) is torch.Tensor else told.as_subclass(torch.Tensor)
     if isinstance(value, enum.Enum):
         return plain(value.value, dropped, path)
     if isinstance(value, PurePath):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -50,6 +51,19 @@ def test_containers_come_back_as_what_they_were(tmp_path: Path) -> None:
     back = native.read_meta(tmp_path / "last")
     assert back == state | {"steps": [0, 1, 2]}
     assert [type(value) for value in back.values()] == [set, bytearray, Counter, OrderedDict, tuple, list]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_simply_in_memory_are_saved_or_left_out_and_named(tmp_path: Path) -> None:
+    sparse = torch.eye(3).to_sparse()
+    odd = {"rows": torch.eye(3).to_sparse_csr(), "none": torch.ones(2, device="meta"), "many": torch.nested.nested_tensor([torch.ones(2)])}
+    told = plain({"sparse": sparse, "weight": torch.nn.Parameter(sparse)} | odd, dropped := [], "state")
+    tensors = [f"state.{key} (a tensor that is {what})" for key, what in (("rows", torch.sparse_csr), ("none", "meta"), ("many", "nested"))]
+    assert dropped == tensors
+    native.save(tmp_path / "last", {}, copy.deepcopy(told), World)
+    back = native.read_meta(tmp_path / "last")
+    assert [*back] == ["sparse", "weight"]
+    assert all(type(value) is torch.Tensor and torch.equal(value.to_dense(), torch.eye(3)) for value in back.values())
 
 
 def test_a_sequence_that_would_lack_an_item_is_left_out_whole_and_named() -> None:
