@@ -247,6 +247,7 @@ def test_K22_load_from_checkpoint_needs_no_strategy(kind: str, tmp_path: Path) -
     weights = run_world(_fit_with_hparams_of_its_own, 4, LAYOUTS["tp2 pp2"], tmp_path / "folder")[0]
     convert(tmp_path / "folder", tmp_path / "file", "ckpt")
     module = WithHparams.load_from_checkpoint(tmp_path / kind, weights_only=True)
+    assert_equal(WithHparams.load_from_checkpoint(f"file://{tmp_path / kind}", weights_only=True).state_dict(), module.state_dict())
     assert module.hparams == {"layers": 2, "tie": True}
     assert module.model.head.weight is module.model.embed.weight
     assert_equal(dict(module.state_dict()), weights)
