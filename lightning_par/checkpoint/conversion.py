@@ -18,11 +18,11 @@ from lightning_par.checkpoint import numbers
 from lightning_par.checkpoint.deepspeed import is_deepspeed, is_universal, open_deepspeed, open_universal, write_deepspeed, write_universal
 from lightning_par.checkpoint.deepspeed.write import Target
 from lightning_par.checkpoint.errors import CheckpointError
-from lightning_par.checkpoint.files import give_back, local_path, put_in_place
+from lightning_par.checkpoint.files import give_back, local_path, put_in_place, without_scheme
 from lightning_par.checkpoint.hf import hf_part, is_hf, open_hf, write_hf
 from lightning_par.checkpoint.layers import tell_layers
 from lightning_par.checkpoint.native import is_native, require_name
-from lightning_par.checkpoint.source import MODEL, MODULE, NUMBERED, OPTIMIZERS, Contents, Entry, Joining, Source
+from lightning_par.checkpoint.source import MODEL, MODULE, OPTIMIZERS, Contents, Entry, Joining, Source, is_number
 from lightning_par.checkpoint.whole import open_native, open_single, write_native, write_single
 
 
@@ -101,7 +101,8 @@ def open_checkpoint(path: str | os.PathLike[str], joining: Joining | None = None
     Raises:
         CheckpointError: there is none, it is incomplete or damaged, or would run code.
     """
-    place = Path(path) if Path(path).name else Path(path).resolve()
+    path = Path(without_scheme(path))
+    place = path if path.name else path.resolve()
     for fits, opens in READERS:
         if fits(place):
             try:
@@ -171,7 +172,7 @@ def convert(
     place = Path(local_path(dst))
     if format == "native":
         require_name(place)
-    _require_apart(src, place)
+    _require_apart(without_scheme(src), place)
     with put_in_place(place) as path:
         source = open_checkpoint(src, None if layers is None and tp_plan is None else Joining(layers, tp_plan))
         with _faults_told(f"{src} cannot be converted to format={format}"):
@@ -291,7 +292,7 @@ def _bytes(entry: Entry) -> int:
 def summary(source: Source) -> Iterable[tuple[str, str]]:
     """What a checkpoint holds, as rows of a name and a value, for people."""
     model = {name.removeprefix(f"{MODEL}."): entry for name, entry in source.entries.items() if name.startswith(f"{MODEL}.")}
-    model = {name: entry for name, entry in model.items() if not name.startswith(NUMBERED)}
+    model = {name: entry for name, entry in model.items() if not is_number(name)}
     told = source.meta.get(MODULE, {})
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in model.values()})
     tied = [key for key, name in told.get("aliases", {}).items() if key != name]

@@ -33,7 +33,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -246,6 +246,11 @@ class Scratch:
         return self.zeros(tuple(tensor.shape), dtype or tensor.dtype).copy_(tensor)
 
 
+def without_scheme(path: str | os.PathLike[str]) -> str:
+    """``file:///a/b`` is ``/a/b``, as Lightning takes it."""
+    return os.fspath(path).removeprefix("file://")
+
+
 def local_path(path: str | os.PathLike[str]) -> str:
     """Where a checkpoint is to be written: the same place, wherever the process goes meanwhile.
 
@@ -275,17 +280,24 @@ def put_in_place(target: Path) -> Iterator[Path]:
     What processes that were killed have left beside ``target`` is deleted. See Note [Whose folder it is].
 
     Raises:
-        CheckpointError: there is something at ``target``.
+        CheckpointError: there is something at ``target``, or nothing can be written there.
     """
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} is there already: nothing is overwritten; delete it, or choose another path")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(".*.unfinished"):
-        with suppress(OSError), held(left, patience=0) as hold:
-            if UNFINISHED.fullmatch(left.name) and hold is not None and hold.sure:
-                shutil.rmtree(left)
     folder = target.with_name(f".{secrets.token_hex(8)}.unfinished")
-    with held(folder, make=True):
+    with ExitStack() as holding:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for left in target.parent.glob(".*.unfinished"):
+                with suppress(OSError), held(left, patience=0) as hold:
+                    if UNFINISHED.fullmatch(left.name) and hold is not None and hold.sure:
+                        shutil.rmtree(left)
+            holding.enter_context(held(folder, make=True))
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} cannot be written, since {target.parent} is no folder that one can make or write to "
+                f"({type(error).__name__}: {error}): choose another path"
+            ) from error
         try:
             yield folder / target.name
             _move(folder / target.name, target)

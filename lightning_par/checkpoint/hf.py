@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,7 +85,8 @@ def hf_part(source: Source) -> Source:
     A weight with several names in it has one in the folder where transformers ties them by itself, and otherwise all of them.
 
     Raises:
-        CheckpointError: nothing tells that there is one, there are several, or weights of it are missing.
+        CheckpointError: nothing tells that there is one, there are several, weights of it are missing, or it is another than its class
+            makes of its config.
     """
     module = source.meta.get(MODULE, {})
     if HUGGINGFACE not in module:
@@ -113,6 +114,14 @@ def hf_part(source: Source) -> Source:
             names.setdefault((first, tied.get(name, name)), name)
     if lost := [name for (first, _), name in names.items() if first not in stored] or ([] if names else ["everything"]):
         raise CheckpointError(f"{source.path} lacks of the model of transformers: {', '.join(lost)}")
+    if "changed" in told:
+        kind, made = ", ".join(told["config"].get("architectures") or ()), told["changed"]
+        what = " and ".join(f"{verb} {_listed(made[verb])}" for verb in ("has", "lacks") if made[verb])
+        raise CheckpointError(
+            f"{source.path}: {prefix.removesuffix('.') or 'it'} ({kind}) {what}, unlike a model of its class and config, which is what "
+            "from_pretrained makes and would fill up at random: undo what changed the model, such as adapters, before it is saved, or "
+            "convert it with format=ckpt"
+        )
     entries = {f"{MODEL}.{name}": source.entries[f"{MODEL}.{first}"] for (first, _), name in names.items()}
     return replace(source, entries=entries, meta={MODULE: {HUGGINGFACE: told | {"prefix": ""}}})
 
@@ -141,6 +150,11 @@ def write_hf(source: Source, folder: Path, target: Target) -> None:
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     config = source.meta[MODULE][HUGGINGFACE]["config"] | {"dtype": _called(dtype)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of them: layers repeat what the first ones tell."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _stored(entry: Entry, dtype: torch.dtype) -> torch.dtype:

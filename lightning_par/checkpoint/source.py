@@ -8,7 +8,8 @@ first and one of the second, and a strategy that can load from a ``Source`` can 
     entries   model.<name>                    a parameter or buffer, whole, under its first name in the module; parameters as exact as
                                               the format has them (float32 masters, not the half-precision values made of them)
               current.<name>                  where weight averaging was used: what is trained, and model.<name> its average
-              optimizer.<i>.<name>.<key>      the state of optimizer i: moments in the shape of their parameter, step counts
+              optimizer.<i>.<name>.<key>      the state of optimizer i: moments in the shape of their parameter, step counts; a dot in a
+                                              key is %2E there (``state_entry``), since names have dots
               rng.<rank>.<generator>          random generators
     meta      Lightning's keys (epoch, global_step, loops, lr_schedulers, ...) and
               optimizer_states                for each optimizer its groups, with the names of parameters, in the order it got them, and
@@ -20,12 +21,13 @@ first and one of the second, and a strategy that can load from a ``Source`` can 
               ParallelPrecision               what a loss scale remembers: scale, good, left, last_overflow, steps, skipped
 
 Formats that number parameters instead of naming them (a ``.ckpt`` file of Lightning, DeepSpeed without ZeRO) have ``#<number>`` for the
-name, until somebody who knows the order tells it: ``Source.named``.
+name, which no parameter is called (``is_number``), until somebody who knows the order tells it: ``Source.named``.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -171,7 +173,7 @@ class Source:
     @property
     def weights(self) -> list[str]:
         """The entries of named parameters and buffers."""
-        return [name for name in self.entries if name.startswith(f"{MODEL}.") and not name.startswith(f"{MODEL}.{NUMBERED}")]
+        return [name for name in self.entries if name.startswith(f"{MODEL}.") and not is_number(name.removeprefix(f"{MODEL}."))]
 
     @property
     def current(self) -> list[str]:
@@ -181,7 +183,7 @@ class Source:
     @property
     def is_numbered(self) -> bool:
         """Whether parameters of optimizers are numbered, not named."""
-        return any(name.startswith(NUMBERED) for meta in self.meta.get(OPTIMIZERS, []) for g in meta["groups"] for name in g["params"])
+        return any(is_number(name) for meta in self.meta.get(OPTIMIZERS, []) for g in meta["groups"] for name in g["params"])
 
     def require_told(self) -> None:
         """Raise a CheckpointError if nobody can tell which state of an optimizer is whose."""
@@ -221,7 +223,7 @@ class Source:
             index, number, key = _numbered(entry)
             if index is not None:
                 name = names[f"{index}.{number}"]
-                entry = f"{OPTIMIZER}.{index}.{name}.{key}" if key else f"{MODEL}.{name}"
+                entry = state_entry(index, name, key) if key else f"{MODEL}.{name}"
                 model = self.entries.get(f"{MODEL}.{name}")
                 moment = not key or (f"{index}.{key}" in moments and key != "step")
                 if model is not None and moment and value.shape and value.shape != model.shape:
@@ -260,11 +262,40 @@ def is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
 
 
+def is_number(name: str) -> bool:
+    """Whether this stands for a parameter that nobody has named yet."""
+    return re.fullmatch(rf"{NUMBERED}(\d+|\?)", name) is not None
+
+
+def state_entry(index: int, name: str, key: str) -> str:
+    """The entry of what optimizer ``index`` keeps of a parameter under ``key``.
+
+    Raises:
+        CheckpointError: the key is no string, and would come back as one.
+    """
+    if not isinstance(key, str):
+        raise CheckpointError(
+            f"optimizer {index} keeps state of {name} under {key!r} (of type {type(key).__name__}), for which checkpoints have no place: "
+            "use strings as keys of its state"
+        )
+    return f"{OPTIMIZER}.{index}.{name}.{key.replace('%', '%25').replace('.', '%2E')}"
+
+
+def told_state(entry: str) -> tuple[int, str, str] | None:
+    """Index, name and key, of a ``state_entry``; None for entries of other kinds."""
+    kind, _, rest = entry.partition(".")
+    if kind != OPTIMIZER:
+        return None
+    index, _, rest = rest.partition(".")
+    name, _, key = rest.rpartition(".")
+    return int(index), name, key.replace("%2E", ".").replace("%25", "%")
+
+
 def parameter_of(entry: str) -> str:
     """The name of the parameter or buffer that an entry belongs to; empty for random generators."""
     kind, _, rest = entry.partition(".")
-    if kind == OPTIMIZER:
-        return rest.partition(".")[2].rpartition(".")[0]
+    if (state := told_state(entry)) is not None:
+        return state[1]
     return rest if kind in (MODEL, CURRENT) else ""
 
 
@@ -272,20 +303,18 @@ def _renamed(entry: str, rename: Callable[[str], str]) -> str:
     name = parameter_of(entry)
     if not name:
         return entry
-    if not entry.startswith(f"{OPTIMIZER}."):
-        return f"{entry.partition('.')[0]}.{rename(name)}"
-    index, key = entry.split(".", 2)[1], entry.rpartition(".")[2]
-    return f"{OPTIMIZER}.{index}.{rename(name)}.{key}"
+    if (state := told_state(entry)) is not None:
+        return state_entry(state[0], rename(name), state[2])
+    return f"{entry.partition('.')[0]}.{rename(name)}"
 
 
 def _numbered(entry: str) -> tuple[int | None, str, str]:
     """Index of the optimizer, number and key, of an entry with a number; a ``model.#n`` is the master of that parameter."""
     kind, _, rest = entry.partition(".")
-    if kind == MODEL and rest.startswith(NUMBERED):
+    if kind == MODEL and is_number(rest):
         return 0, rest, ""
-    index, _, rest = rest.partition(".")
-    if kind == OPTIMIZER and rest.startswith(NUMBERED):
-        return int(index), *rest.split(".", 1)
+    if (state := told_state(entry)) is not None and is_number(state[1]):
+        return state
     return None, "", ""
 
 
@@ -339,11 +368,9 @@ class Contents:
 def states(source: Source, index: int) -> dict[str, dict[str, Entry]]:
     """The state of optimizer ``index``: by parameter, by key."""
     found: dict[str, dict[str, Entry]] = {}
-    prefix = f"{OPTIMIZER}.{index}."
     for entry, value in source.entries.items():
-        if entry.startswith(prefix):
-            name, _, key = entry.removeprefix(prefix).rpartition(".")
-            found.setdefault(name, {})[key] = value
+        if (state := told_state(entry)) is not None and state[0] == index:
+            found.setdefault(state[1], {})[state[2]] = value
     return found
 
 

@@ -24,13 +24,13 @@ from lightning_par.checkpoint.source import (
     MODEL,
     MODULE,
     NUMBERED,
-    OPTIMIZER,
     OPTIMIZERS,
     Contents,
     Entry,
     Source,
     is_extra,
     rng_of,
+    state_entry,
     states,
 )
 from lightning_par.comm import Group
@@ -192,7 +192,7 @@ def number(optimizer: Mapping[str, Any], index: int) -> tuple[dict[str, Entry], 
     for place, state in optimizer["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                entries[f"{OPTIMIZER}.{index}.{NUMBERED}{place}.{key}"] = Entry.of(value)
+                entries[state_entry(index, f"{NUMBERED}{place}", key)] = Entry.of(value)
             else:
                 scalars.setdefault(f"{NUMBERED}{place}", {})[key] = value
     groups = [group | {"params": [f"{NUMBERED}{place}" for place in group["params"]]} for group in optimizer["param_groups"]]

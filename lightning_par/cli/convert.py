@@ -32,6 +32,9 @@ def run() -> None:
             report = convert(str(told["src"]), str(told["dst"]), told["format"], target=target, progress=bars, **options)
     except (CheckpointError, ValueError, OSError) as error:
         sys.exit(f"lightning-par convert: {error}")
+    except KeyboardInterrupt:
+        print("lightning-par convert: interrupted, and nothing is written", file=sys.stderr)
+        sys.exit(130)
     print(closing(report, told["dst"]))
 
 

@@ -24,7 +24,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_par.checkpoint import is_extra
+from lightning_par.checkpoint import CheckpointError, is_extra
+from lightning_par.checkpoint.source import is_number
 from lightning_par.comm import Mesh
 from lightning_par.context import prepare
 from lightning_par.layout import ParallelLayout, ShardSpec
@@ -71,11 +72,17 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
 
     Raises:
         RuntimeError: the module is no longer whole.
+        CheckpointError: no checkpoint could hold a parameter or buffer under the name that it has.
     """
     layout = mesh.layout
     _mark(module, layout)
     state = _state(module)
     aliases, buffers, left_out = _aliases(module, state)
+    if numbers := [name for name in dict.fromkeys((*aliases, *aliases.values())) if is_number(name)]:
+        raise CheckpointError(
+            f"the module calls parameters or buffers {', '.join(numbers)}: checkpoints of other programs number the parameters of "
+            "optimizers like that, so call them otherwise"
+        )
     untold = tuple(key for key in state if key not in aliases and not is_extra(key))
     uses = rehearsal.uses() if rehearsal is not None else None
     _broadcast(module, mesh, device)

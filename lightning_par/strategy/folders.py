@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_par.checkpoint import EXTRA_STATES, MODEL, MODULE, OPTIMIZERS, as_single, is_native, open_checkpoint
+from lightning_par.checkpoint.files import without_scheme
 from lightning_par.checkpoint.source import Contents
 from lightning_par.strategy import seams
 
@@ -20,7 +21,7 @@ def teach_lightning() -> None:
 
 
 def _is_folder(path: Any) -> bool:
-    return isinstance(path, str | os.PathLike) and (Path(path).is_dir() or is_native(path))
+    return isinstance(path, str | os.PathLike) and (Path(without_scheme(path)).is_dir() or is_native(without_scheme(path)))
 
 
 def read_whole(path: str | os.PathLike[str], map_location: Any = None) -> dict[str, Any]:

@@ -199,7 +199,7 @@ class Holdings:
         if dropped:
             rank_zero_warn(
                 f"not saved in {filepath}: {', '.join(dropped)}. Checkpoints hold parameters, buffers that were there at the start, and "
-                "plain data: numbers, strings, tensors, and containers of them"
+                "plain data: numbers, strings, tensors, and dicts, lists, tuples and sets of them"
             )
         meta["layout"] = self._layout()
         saver.save(filepath, tensors, meta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZER, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers, plain
+from lightning_par.checkpoint import MODEL, MODULE, OPTIMIZERS, RNG, CheckpointError, Shard, Source, find_layers, plain
 from lightning_par.checkpoint.hf import HUGGINGFACE, uncompiled
-from lightning_par.checkpoint.source import LOSS_SCALE, UNTOLD, states
+from lightning_par.checkpoint.source import LOSS_SCALE, UNTOLD, state_entry, states, told_state
 from lightning_par.comm import Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.numerics import SEEDS
@@ -130,7 +131,7 @@ def optimizer_shards(optimizer: Optimizer, index: int, data_parallel: DataParall
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 continue
-            entry = f"{OPTIMIZER}.{index}.{name}.{key}"
+            entry = state_entry(index, name, key)
             if value.shape == param.shape and value.dim():
                 shards[entry] = Shard.of(spec.like(value.dtype), value, writes=owns)
             else:
@@ -244,7 +245,7 @@ def module_meta(assembled: Assembled, everyone: Sequence[Told]) -> dict[str, Any
         "aliases": dict(assembled.aliases),
         "buffers": [name for name in names if name in buffers],
         "frozen": [name for name in names if name in frozen],
-    } | _huggingface(assembled.module)
+    } | _with_changes(_huggingface(assembled.module), assembled)
 
 
 def in_module(source: Source, assembled: Assembled) -> Source:
@@ -315,6 +316,27 @@ def _huggingface(module: nn.Module) -> dict[str, Any]:
     return {}
 
 
+def _with_changes(told: dict[str, Any], assembled: Assembled) -> dict[str, Any]:
+    """What ``_huggingface`` told, with the names of weights that its model has and a new one of its class and config has not, and lacks.
+
+    A model that its class does not make of the config alone is taken as it is, and so is a quantized one, whose class makes it otherwise.
+    """
+    mine = told.get(HUGGINGFACE, {})
+    if "prefix" not in mine or mine["config"].get("quantization_config"):
+        return told
+    model = assembled.module.get_submodule(mine["prefix"].removesuffix("."))
+    try:
+        with generators_kept(), torch.device("meta"):
+            made = type(model)(copy.deepcopy(_config(model)))
+            plain_names, tied = {*made.state_dict()}, getattr(made, "all_tied_weights_keys", None) or {}
+    except Exception:  # of anybody's class
+        return told
+    names = {uncompiled(key.removeprefix(mine["prefix"])): None for key in assembled.aliases if key.startswith(mine["prefix"])}
+    strange = [name for name in names if name not in plain_names]
+    lacking = sorted(plain_names - names.keys() - {*tied})
+    return {HUGGINGFACE: mine | {"changed": {"has": strange, "lacks": lacking}}} if strange or lacking else told
+
+
 def _is_itself(model: nn.Module) -> bool:
     """Whether it is a model of transformers with the weights of its class: none around it (PEFT's), and no adapters put into it."""
     return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__) and not getattr(model, "_hf_peft_config_loaded", False)
@@ -332,12 +354,10 @@ def empty_optimizer_state(
     """Give the state of this rank's ``optimizer`` the tensors that a checkpoint holds for its parameters, to be filled."""
     optimizer.state.clear()
     shards: dict[str, Shard] = {}
-    prefix = f"{OPTIMIZER}.{index}."
     by_name: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
     for entry, told in stored.items():
-        if entry.startswith(prefix):
-            name, _, key = entry.removeprefix(prefix).rpartition(".")
-            by_name.setdefault(name, {})[key] = told
+        if (place := told_state(entry)) is not None and place[0] == index:
+            by_name.setdefault(place[1], {})[place[2]] = told
     for group in optimizer.param_groups:
         for param in group["params"]:
             name, spec = data_parallel.held(param)
@@ -346,10 +366,10 @@ def empty_optimizer_state(
                     if dtype.is_floating_point and f"{MODEL}.{name}" in stored:
                         dtype = _state_dtype(dtype, stored[f"{MODEL}.{name}"][1], param.dtype)
                     value = torch.empty_like(param, dtype=dtype, requires_grad=False)
-                    shards[f"{prefix}{name}.{key}"] = Shard.of(spec.like(dtype), value)
+                    shards[state_entry(index, name, key)] = Shard.of(spec.like(dtype), value)
                 else:
                     value = torch.empty(shape, dtype=dtype, device=_state_device(key, param, group))
-                    shards[f"{prefix}{name}.{key}"] = Shard.whole(value, writes=False)
+                    shards[state_entry(index, name, key)] = Shard.whole(value, writes=False)
                 optimizer.state[param][key] = value
     return shards
 
@@ -377,9 +397,7 @@ def lacking(source: Source, index: int, meta: Mapping[str, Any]) -> tuple[list[s
         keys: dict[int, set[str]] = {}
         for name in stateful:
             keys.setdefault(_dims(source, name), set()).update(found[name])
-        tensors += [
-            f"{OPTIMIZER}.{index}.{name}.{key}" for name in stateful for key in sorted(keys[_dims(source, name)] - found[name].keys())
-        ]
+        tensors += [state_entry(index, name, key) for name in stateful for key in sorted(keys[_dims(source, name)] - found[name].keys())]
     return tensors, unused
 
 

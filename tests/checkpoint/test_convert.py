@@ -25,7 +25,7 @@ from lightning_par.checkpoint import (
 )
 from lightning_par.checkpoint.deepspeed.names import STUBS
 from lightning_par.checkpoint.files import load
-from lightning_par.checkpoint.source import OPTIMIZERS, Entry, Source
+from lightning_par.checkpoint.source import OPTIMIZERS, Entry, Source, state_entry
 from lightning_par.checkpoint.whole import write_native, write_single
 from tests.checkpoint.synthetic import assert_same, averaged, synthetic
 
@@ -292,6 +292,7 @@ def _factored(path: Path) -> Source:
         entries |= {f"optimizer.0.{name}.{key}": Entry.of(moment.clone()) for key, moment in state.items()}
         entries[f"optimizer.0.{name}.step"] = Entry.of(torch.tensor(4.0))
     entries["optimizer.0.a.weight.d"] = Entry.of(torch.randn(20))
+    entries[state_entry(0, "a.weight", "d.of%2E")] = Entry.of(torch.randn(20))
     meta = {OPTIMIZERS: [{"groups": [{"params": list(weights), "lr": 0.1}], "scalars": {}}], "global_step": 4}
     return Source(path, "made", meta, entries)
 
@@ -302,6 +303,7 @@ def test_state_of_any_shape_goes_to_single_files_and_back(tmp_path: Path) -> Non
     convert(tmp_path / "last.ckpt", tmp_path / "back")
     wanted, plain = open_checkpoint(tmp_path / "native"), torch.load(tmp_path / "last.ckpt", weights_only=True)
     del plain["lightning_par"]
+    assert {"d", "d.of%2E"} <= plain["optimizer_states"][0]["state"][0].keys()
     torch.save(plain, tmp_path / "plain.ckpt")  # as Lightning alone would have written it
     convert(tmp_path / "plain.ckpt", tmp_path / "from plain")
     for folder in ("back", "from plain"):

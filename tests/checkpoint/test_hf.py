@@ -135,6 +135,9 @@ class _Holder(L.LightningModule):
             torch.compiler.set_stance("force_eager")  # the names are what matters
             network.model.layers[1] = torch.compile(network.model.layers[1])
             network = torch.compile(network)
+        elif how == "changed":
+            network.model.layers[1].self_attn.q_proj = torch.nn.Sequential(network.model.layers[1].self_attn.q_proj)
+            network.extra = torch.nn.Linear(2, 2)
         elif how == "adapted":
             network = _Adapted(network)
         self.hf = network
@@ -189,6 +192,17 @@ def test_a_model_with_adapters_is_refused_by_name(tmp_path: Path) -> None:
     _module(False).model.save_pretrained(tmp_path / "hf")
     with pytest.raises(WorldError, match=r"hf \(_Adapted\) has other weights than such a model"):
         run_world(_hold, 1, "adapted", tmp_path / "again", 1, 0, tmp_path / "hf")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_is_not_what_its_class_makes_of_its_config_is_refused_by_name(tmp_path: Path) -> None:
+    run_world(_hold, 1, "changed", tmp_path / "last", 1)
+    with pytest.raises(CheckpointError) as error:
+        convert(tmp_path / "last", tmp_path / "out", "hf")
+    layer = "model.layers.1.self_attn.q_proj"
+    told = f"hf (LlamaForCausalLM) has {layer}.0.weight, extra.weight, extra.bias and lacks {layer}.weight, unlike a model of its class"
+    assert told in str(error.value)
+    convert(tmp_path / "last", tmp_path / "out.ckpt", "ckpt")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.bool, torch.complex64], ids=str)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import enum
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.data import AttributeDict
+from omegaconf import OmegaConf
 
 from lightning_par.checkpoint import CheckpointError, native, plain
 from lightning_par.comm import Group
@@ -44,12 +47,58 @@ def test_a_checkpoint_that_could_not_be_read_does_not_take_the_place_of_the_last
 
 def test_containers_come_back_as_what_they_were(tmp_path: Path) -> None:
     state = {"set": {1, 2}, "bytes": bytearray(b"ab"), "count": Counter("aab"), "order": OrderedDict(b=1, a=2), "pair": (1, [2])}
+    state["size"] = torch.Size([2, 3])
     told = plain(state | {"steps": range(3)}, dropped := [])
-    assert not dropped
+    assert dropped == ["steps (builtins.range, which comes back as a list)"]
     native.save(tmp_path / "last", {}, told, World)
     back = native.read_meta(tmp_path / "last")
     assert back == state | {"steps": [0, 1, 2]}
-    assert [type(value) for value in back.values()] == [set, bytearray, Counter, OrderedDict, tuple, list]
+    assert [type(value) for value in back.values()] == [set, bytearray, Counter, OrderedDict, tuple, torch.Size, list]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_containers_that_come_back_as_another_class_are_named() -> None:
+    state = {
+        "last": deque([1.0, 2.0], maxlen=2),
+        "counts": [defaultdict(int, a=1)],
+        "pair": Pair(1, frozenset({2})),
+        "some": {frozenset({1})},
+        "options": OmegaConf.create({"a": [1, 2]}),
+        "hyper_parameters": AttributeDict(width=3),
+    }
+    told = plain(state, dropped := [], "callbacks.Mean")
+    kept = {"last": [1.0, 2.0], "counts": [{"a": 1}], "pair": (1, {2}), "some": [{1}]}
+    assert told == kept | {"options": {"a": [1, 2]}, "hyper_parameters": {"width": 3}}
+    assert dropped == [
+        f"callbacks.Mean.{place}, which comes back as a {kind})"
+        for place, kind in (
+            ("last (collections.deque", "list"),
+            ("counts[0] (collections.defaultdict", "dict"),
+            ("pair[1] (builtins.frozenset", "set"),
+            (f"pair ({__name__}.Pair", "tuple"),
+            ("some[0] (builtins.frozenset", "set"),
+            ("some (builtins.set", "list"),
+        )
+    ]
+    assert plain({Pair(1, 2): 3}, dropped := []) == {(1, 2): 3}
+    assert len(dropped) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_simply_in_memory_are_saved_or_left_out_and_named(tmp_path: Path) -> None:
+    sparse = torch.eye(3).to_sparse()
+    odd = {"rows": torch.eye(3).to_sparse_csr(), "none": torch.ones(2, device="meta"), "many": torch.nested.nested_tensor([torch.ones(2)])}
+    told = plain({"sparse": sparse, "weight": torch.nn.Parameter(sparse)} | odd, dropped := [], "state")
+    tensors = [f"state.{key} (a tensor that is {what})" for key, what in (("rows", torch.sparse_csr), ("none", "meta"), ("many", "nested"))]
+    assert dropped == tensors
+    native.save(tmp_path / "last", {}, copy.deepcopy(told), World)
+    back = native.read_meta(tmp_path / "last")
+    assert [*back] == ["sparse", "weight"]
+    assert all(type(value) is torch.Tensor and torch.equal(value.to_dense(), torch.eye(3)) for value in back.values())
 
 
 def test_a_sequence_that_would_lack_an_item_is_left_out_whole_and_named() -> None:

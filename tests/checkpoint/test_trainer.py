@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_par import HybridParallelStrategy, convert
-from lightning_par.checkpoint import CheckpointError, is_native, read_meta
+from lightning_par.checkpoint import CheckpointError, is_native, open_checkpoint, read_meta
+from lightning_par.checkpoint.source import state_entry
 from lightning_par.layout import LayoutError
 from lightning_par.strategy import saving
 from tests.checkpoint.fits import LAYOUTS, QUIET, STEPS, Net, SaveAt, assert_equal, fit, fit_world, world_size
@@ -246,6 +247,7 @@ def test_K22_load_from_checkpoint_needs_no_strategy(kind: str, tmp_path: Path) -
     weights = run_world(_fit_with_hparams_of_its_own, 4, LAYOUTS["tp2 pp2"], tmp_path / "folder")[0]
     convert(tmp_path / "folder", tmp_path / "file", "ckpt")
     module = WithHparams.load_from_checkpoint(tmp_path / kind, weights_only=True)
+    assert_equal(WithHparams.load_from_checkpoint(f"file://{tmp_path / kind}", weights_only=True).state_dict(), module.state_dict())
     assert module.hparams == {"layers": 2, "tie": True}
     assert module.model.head.weight is module.model.embed.weight
     assert_equal(dict(module.state_dict()), weights)
@@ -323,20 +325,38 @@ def test_K7_state_that_a_single_file_lacks_is_named(lost: str, tmp_path: Path) -
         assert any(f"has no state of optimizer 0 for {name}: it begins anew" in message for message in told)
 
 
+class Dotted(torch.optim.AdamW):
+    """Keeps one thing more, under a key with dots."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                past = self.state[param].setdefault("past.of%2E.grad", torch.zeros_like(param))
+                param.sub_(past.mul_(0.5).add_(param.grad), alpha=group["lr"])
+        return loss
+
+
 class Odd(Net):
-    """A parameter without elements, a name with a number sign."""
+    """A parameter without elements, names with a number sign, an optimizer whose state has keys with dots."""
 
     def __init__(self, groups: int = 2) -> None:
         super().__init__(dropout=0.0)
         self.none, self.by_name = torch.nn.Parameter(torch.ones(0, 3)), torch.nn.ModuleDict({"c#": torch.nn.Linear(1, 1)})
         self.groups = groups
+        self.add_module("#0", torch.nn.Linear(1, 1))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + self.none.sum() + 0.1 * self.by_name["c#"](torch.ones(1)).sum()
+        return (
+            super().training_step(batch, batch_idx)
+            + self.none.sum()
+            + 0.1 * self.get_submodule("#0")(self.by_name["c#"](torch.ones(1))).sum()
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         params = list(self.parameters())
-        return torch.optim.AdamW([{"params": params[i :: self.groups]} for i in range(self.groups)], lr=0.01)
+        return Dotted([{"params": params[i :: self.groups]} for i in range(self.groups)], lr=0.01)
 
 
 def _odd(layout: dict[str, int], steps: int, save: Path | None, resume: Path | None, groups: int = 2) -> dict[str, Tensor] | None:
@@ -352,16 +372,28 @@ def _odd(layout: dict[str, int], steps: int, save: Path | None, resume: Path | N
     [*(pytest.param({"dp": 2, **zero}, marks=pytest.mark.slow) for zero in ({}, {"zero": 1})), {"dp": 2, "zero": 2}],
     ids=["dp2", "dp2 zero1", "dp2 zero2"],
 )
-def test_K1_parameters_without_elements_and_names_with_number_signs(layout: dict[str, int], tmp_path: Path) -> None:
+def test_K1_parameters_without_elements_names_with_number_signs_and_keys_with_dots(layout: dict[str, int], tmp_path: Path) -> None:
     straight = run_world(_odd, 2, layout, 4, None, None)[0]
     run_world(_odd, 2, layout, 2, tmp_path / "last", None)
     assert_equal(run_world(_odd, 2, layout, 4, None, tmp_path / "last")[0], straight)
     assert Odd.load_from_checkpoint(tmp_path / "last").none.shape == (0, 3)
     convert(tmp_path / "last", tmp_path / "whole.ckpt", "ckpt")
     assert_equal(run_world(_odd, 2, layout, 4, None, tmp_path / "whole.ckpt")[0], straight)
+    convert(tmp_path / "last", tmp_path / "weights", optimizer=False)
+    assert {"model.#0.weight", "model.#0.bias"} <= {*open_checkpoint(tmp_path / "weights").entries}
     if layout == {"dp": 2}:
         with pytest.raises(WorldError, match="the checkpoint has 2 param groups, but configure_optimizers made 3"):
             run_world(_odd, 2, layout, 4, None, tmp_path / "last", 3)
+
+
+def test_a_name_that_stands_for_a_number_and_a_key_that_is_none_are_refused() -> None:
+    module = Net(dropout=0.0)
+    module.register_parameter("#0", torch.nn.Parameter(torch.ones(1)))
+    trainer = _trainer({"dp": 1}, max_steps=1)
+    with pytest.raises(CheckpointError, match=r"calls parameters or buffers #0: .* call them otherwise"):
+        trainer.fit(module, _loader(trainer))
+    with pytest.raises(CheckpointError, match=r"optimizer 1 keeps state of a.weight under 3 \(of type int\), for which"):
+        state_entry(1, "a.weight", 3)
 
 
 class Strays(Net):

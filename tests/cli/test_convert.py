@@ -66,7 +66,23 @@ def test_convert_refuses_in_one_line(command):
     assert "optimizer: true # take the optimizers' state along" in command("convert", "--help")
     assert "gone is not there" in command("convert", "src=gone", "dst=out", "format=ckpt")
     assert "last, out: every argument is KEY=VALUE\nusage: lightning-par convert src=" in command("convert", "last", "out", "format=ckpt")
+    said = command("convert", "src=last", "dst=last/meta.pt/out", "format=ckpt")
+    assert "out is inside last" in said
+    command("convert", "src=last", "dst=file", "format=ckpt")
+    assert "file is no folder that one can make or write to (FileExistsError" in command("convert", "src=last", "dst=file/x", "format=ckpt")
+    assert "x cannot be written, since /dev/null is no folder" in command("convert", "src=last", "dst=/dev/null/x", "format=native")
+    assert "/proc/x is no folder that one can make" in command("convert", "src=last", "dst=/proc/x/y", "format=ckpt")
     assert "dtype=bf16: format=ckpt has no ranks, and keeps" in command("convert", "src=last", "dst=out", "format=ckpt", "dtype=bf16")
+
+
+def test_an_interrupted_conversion_leaves_a_line_and_nothing_else(command, tmp_path, monkeypatch):
+    def interrupted(source):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_par.checkpoint.source.Source.check", interrupted)
+    monkeypatch.setattr("lightning_par.checkpoint.whole.NativeSource.check", interrupted)
+    assert command("convert", "src=last", "dst=out", "format=ckpt") == "130"
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
 @pytest.mark.parametrize("format", ["native", "ckpt", "deepspeed", "universal"])

@@ -54,7 +54,9 @@ from lightning_par.checkpoint.source import (
     Entry,
     Joining,
     Source,
+    is_number,
     parameter_of,
+    state_entry,
 )
 from lightning_par.checkpoint.whole import AVERAGES, EXTRA, number, tied
 
@@ -137,7 +139,7 @@ def _whole(path: Path, folder: Path, models: Sequence[Mapping[str, Any]], shards
     states, optimizer = saved.optimizer()
     if not shards:
         del told["frozen"]  # the optimizer may hold them all
-    entries |= {name: entry for name, entry in trained.items() if name.startswith(f"{MODEL}.{NUMBERED}")}
+    entries |= {name: entry for name, entry in trained.items() if _is_numbered(name)}
     meta = client_meta(models[0], told, [optimizer] if optimizer else [], saved.facts)
     return Source(path, f"DeepSpeed, ZeRO {saved.facts['stage']}", meta, entries | states, saved.facts)
 
@@ -232,7 +234,7 @@ def module_entries(models: Sequence[Mapping[str, Any]], trained: Mapping[str, En
     """The entries of the module, in its order, with random generators if we wrote them, and what is to be told of it."""
     model = models[0]
     aliases = aliases_of(model)
-    names = list(dict.fromkeys((*aliases.values(), *(name for name in trained if not name.startswith(f"{MODEL}.{NUMBERED}")))))
+    names = list(dict.fromkeys((*aliases.values(), *(name for name in trained if not _is_numbered(name)))))
     frozen, keys = frozen_fragments(models), _keys(aliases)
     values = {name: trained.get(name) or frozen.get(name) or Entry.of(model["module"][keys[name]]) for name in names}
     averages = _averages(model)
@@ -243,6 +245,12 @@ def module_entries(models: Sequence[Mapping[str, Any]], trained: Mapping[str, En
     buffers = [name for name in names if name in told]
     frozen_names = [name for name in names if name not in trained and name not in buffers]
     return entries, {"aliases": aliases, "buffers": buffers, "frozen": frozen_names}
+
+
+def _is_numbered(name: str) -> bool:
+    """Whether it is an entry, of ``_Plain.weights``, and no name."""
+    kind, _, rest = name.partition(".")
+    return kind == MODEL and is_number(rest)
 
 
 def frozen_fragments(models: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
@@ -403,9 +411,9 @@ class _Sharded:
             for key, value in state.items():
                 for name in self.flat.groups[part]:
                     if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.flat.sizes[part]:
-                        entries[f"{OPTIMIZER}.0.{name}.{key}"] = self._entry(name, value.dtype, partial(self._state, key))
+                        entries[state_entry(0, name, key)] = self._entry(name, value.dtype, partial(self._state, key))
                     elif isinstance(value, Tensor):
-                        entries[f"{OPTIMIZER}.0.{name}.{key}"] = Entry.of(value)
+                        entries[state_entry(0, name, key)] = Entry.of(value)
                     else:
                         scalars.setdefault(name, {})[key] = value
         for group in groups:
@@ -474,5 +482,5 @@ def _give_steps(group: dict[str, Any], entries: dict[str, Entry], scalars: Mappi
     """FusedAdam counts steps in the group, torch's optimizers in the state of each parameter."""
     step = group.pop("step", None)
     for name in group["params"] if step is not None else ():
-        if f"{OPTIMIZER}.0.{name}.step" not in entries and "step" not in scalars.get(name, {}):
-            entries[f"{OPTIMIZER}.0.{name}.step"] = Entry.of(torch.tensor(float(step)))
+        if state_entry(0, name, "step") not in entries and "step" not in scalars.get(name, {}):
+            entries[state_entry(0, name, "step")] = Entry.of(torch.tensor(float(step)))

@@ -28,7 +28,7 @@ from lightning_par.checkpoint.deepspeed.read import client_meta, load_models, mo
 from lightning_par.checkpoint.deepspeed.write import Target, Trained, loss_scale, model_state
 from lightning_par.checkpoint.errors import CheckpointError
 from lightning_par.checkpoint.files import Scratch, load, require_file_names, save
-from lightning_par.checkpoint.source import OPTIMIZER, Entry, Source
+from lightning_par.checkpoint.source import Entry, Source, state_entry
 from lightning_par.checkpoint.whole import AVERAGES, EXTRA
 
 FOLDER, LATEST, STATE = "universal", "latest_universal", "optimizer_state.pt"
@@ -54,11 +54,11 @@ def open_universal(path: Path) -> Source:
     keys = {file.stem for name, _ in shapes for file in (folder / "zero" / name).glob("*.pt")}  # each parameter has all of them
     trained = {name: _entry(folder, name, "fp32", shape) for name, shape in shapes}
     entries = {
-        f"{OPTIMIZER}.0.{name}.{key}": _entry(folder, name, key, shape) for name, shape in shapes for key in sorted(keys - {"fp32", "step"})
+        state_entry(0, name, key): _entry(folder, name, key, shape) for name, shape in shapes for key in sorted(keys - {"fp32", "step"})
     }
     for name, _ in shapes if "step" in keys else ():
         step = load(_there(folder / "zero" / name / "step.pt"), names.STUBS)
-        entries[f"{OPTIMIZER}.0.{name}.step"] = Entry.of(step if isinstance(step, Tensor) else torch.tensor(float(step)))
+        entries[state_entry(0, name, "step")] = Entry.of(step if isinstance(step, Tensor) else torch.tensor(float(step)))
     common = state.get("optimizer_state_dict", {}).get("state", {})
     groups = []
     for group in state["param_groups"]:
@@ -66,7 +66,7 @@ def open_universal(path: Path) -> Source:
         step = group.pop("step", None) if "step" in group else common.get(group["params"][0], common.get(0, {})).get("step")
         for name in members:
             if step is not None:
-                entries.setdefault(f"{OPTIMIZER}.0.{name}.step", Entry.of(torch.as_tensor(step, dtype=torch.float32)))
+                entries.setdefault(state_entry(0, name, "step"), Entry.of(torch.as_tensor(step, dtype=torch.float32)))
         groups.append(group | {"params": members})
     module, told = module_entries(models, trained)
     facts = {key: models[0].get(key) for key in ("ds_version", "skipped_steps", "global_samples")} | {"loss_scaler": scaler_facts(state)}
