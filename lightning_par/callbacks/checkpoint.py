@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from typing_extensions import override
 
 
@@ -21,6 +21,12 @@ class SaveLast(Checkpoint):
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
+            self._save(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Callbacks that average weights put the averages in the place of those that are trained as the fit ends."""
+        if trainer.fit_loop.done and any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):
             self._save(trainer)
 
     @override

@@ -62,7 +62,8 @@ def _told(arguments: list[str]) -> dict[str, Any]:
 
 
 def closing(report: Report, dst: str) -> str:
-    rounded = f", {len(report.rounded)} of them rounded to the format's dtype: {', '.join(report.rounded)}" if report.rounded else ""
+    some = ", ".join(report.rounded[:3]) + ", ..." * (len(report.rounded) > 3)
+    rounded = f", {len(report.rounded)} of them rounded to the format's dtype: {some}" if report.rounded else ""
     return f"{report.tensors} tensors, {report.elements:,} elements, from {report.source}: written to {dst} and compared{rounded}"
 
 

@@ -25,7 +25,7 @@ def train(config: DictConfig) -> tuple[dict[str, float], dict[str, Any]]:
     L.seed_everything(config.seed, workers=True, verbose=False)
     module: L.LightningModule = instantiate(config.model, _convert_="all")
     datamodule: L.LightningDataModule = instantiate(config.data, _convert_="all")
-    callbacks: list[Callback] = [instantiate(node, _convert_="all") for node in config.callbacks.values()]
+    callbacks: list[Callback] = [instantiate(node, _convert_="all") for node in config.callbacks.values() if node is not None]
     loggers = build_loggers(config)
     trainer = build_trainer(config, callbacks, loggers)
     try:

@@ -14,7 +14,7 @@ by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import reduce
 from itertools import islice
@@ -192,7 +192,7 @@ def _first_batch(loader: DataLoader) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         samples = list(islice(_again_and_again(loader.dataset), size))
     else:
-        places = list(range(min(size, len(loader.dataset))))
+        places = list(range(min(size, len(loader.dataset)) if isinstance(loader.dataset, Sized) else size))
         several = getattr(loader.dataset, "__getitems__", None)
         samples = several(places) if several is not None else [loader.dataset[place] for place in places]
     if not samples:

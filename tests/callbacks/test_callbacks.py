@@ -1,11 +1,13 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_par import DynamicLossScale, HybridParallelStrategy, ParallelPrecision
 from lightning_par.callbacks import HeldOutLoss, LossScaleMonitor, SaveLast, Throughput
+from lightning_par.checkpoint import open_checkpoint
 from lightning_par.recipes.gpt import GPTModule
 from tests.harness import run_world
 
@@ -81,3 +83,11 @@ def test_the_loss_scale_its_hysteresis_and_skipped_steps_are_logged(tmp_path):
     assert float(last["skipped_steps"]) == 0.0
     header, *_ = run_world(_watched, 1, tmp_path / "plain", ParallelPrecision("32-true"))[0]
     assert "loss_scale" not in header
+
+
+def test_the_last_state_has_the_weights_that_are_trained_beside_their_averages(tmp_path):
+    fit(tmp_path, [EMAWeightAveraging(decay=0.5), SaveLast(tmp_path / "last")])
+    source = open_checkpoint(tmp_path / "last")
+    names = [name.removeprefix("current.") for name in source.current]
+    assert names
+    assert not any(torch.equal(source.entries[f"current.{name}"].read(), source.entries[f"model.{name}"].read()) for name in names)

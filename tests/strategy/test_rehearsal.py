@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_par import HybridParallelStrategy
@@ -54,6 +54,13 @@ def _rows(batch: Any) -> list[float]:
     return batch[0].flatten().tolist()
 
 
+class Endless(Dataset):
+    """Any place has a sample: it has no length."""
+
+    def __getitem__(self, place: int) -> int:
+        return place
+
+
 def test_a_batch_is_made_of_the_first_samples_whatever_the_sampler_says() -> None:
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
@@ -63,6 +70,7 @@ def test_a_batch_is_made_of_the_first_samples_whatever_the_sampler_says() -> Non
     assert _rows(sample(DataLoader(ROWS, batch_sampler=BatchSampler(SequentialSampler(ROWS), 4, False)))) == [0, 1, 2, 3]
     assert sample(DataLoader(ROWS, batch_size=None))[0].tolist() == [0]
     assert sample(DataLoader(Stream(), batch_size=2)).tolist() == [0, 1]
+    assert sample(DataLoader(Endless(), batch_size=2, sampler=[5, 6, 7])).tolist() == [0, 1]
     both = sample({"a": DataLoader(ROWS, batch_size=1), "b": [DataLoader(Stream(), batch_size=2)]})
     assert (_rows(both["a"]), both["b"][0].tolist()) == ([0], [0, 1])
     assert sample(range(5, 9)) == 5
