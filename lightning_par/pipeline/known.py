@@ -71,7 +71,7 @@ class Known:
     def _number(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return self._numbers[leaf]
-        return CPU if leaf == META else leaf
+        return CPU if isinstance(leaf, torch.device) and leaf == META else leaf
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -386,7 +386,7 @@ def test_K1_parameters_without_elements_names_with_number_signs_and_keys_with_do
             run_world(_odd, 2, layout, 4, None, tmp_path / "last", 3)
 
 
-def test_a_name_that_stands_for_a_number_and_a_key_that_is_none_are_refused() -> None:
+def _names_of_others() -> None:
     module = Net(dropout=0.0)
     module.register_parameter("#0", torch.nn.Parameter(torch.ones(1)))
     trainer = _trainer({"dp": 1}, max_steps=1)
@@ -394,6 +394,10 @@ def test_a_name_that_stands_for_a_number_and_a_key_that_is_none_are_refused() ->
         trainer.fit(module, _loader(trainer))
     with pytest.raises(CheckpointError, match=r"optimizer 1 keeps state of a.weight under 3 \(of type int\), for which"):
         state_entry(1, "a.weight", 3)
+
+
+def test_a_name_that_stands_for_a_number_and_a_key_that_is_none_are_refused() -> None:
+    run_world(_names_of_others, 1)
 
 
 class Strays(Net):
