@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import lightning as L
@@ -245,10 +246,14 @@ def _epochs(strategy: Any, rows: int, workers: int) -> list[list[float]]:
     return module.seen
 
 
-def _epochs_of_ours(rows: int, workers: int) -> Any:
-    return _epochs(HybridParallelStrategy(), rows, workers)
+@pytest.fixture
+def _own_process() -> Iterator[None]:
+    """The test fits where it runs, since ranks that the harness starts cannot have workers."""
+    yield
+    torch.distributed.destroy_process_group()
 
 
+@pytest.mark.usefixtures("_own_process")
 @pytest.mark.parametrize(("rows", "workers"), [(8, 0), (10, 0), (8, 1)])
 def test_a_generator_of_ones_own_shuffles_every_epoch_as_under_plain_lightning(rows: int, workers: int) -> None:
-    assert run_world(_epochs_of_ours, 1, rows, workers) == [_epochs("auto", rows, workers)]
+    assert _epochs(HybridParallelStrategy(), rows, workers) == _epochs("auto", rows, workers)
