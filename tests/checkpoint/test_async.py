@@ -102,7 +102,7 @@ def _save_at_once(layout: dict[str, Any], folder: Path, options: dict[str, Any])
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        pytest.param(ZERO1, {}, id="dp2 zero1"),
+        pytest.param(ZERO1, {}, id="dp2 zero1", marks=pytest.mark.slow),
         pytest.param({"dp": 2}, {"stochastic": True}, id="dp2 stochastic rounding", marks=pytest.mark.slow),
         pytest.param({"dp": 2, "zero": 3}, {}, id="dp2 zero3", marks=pytest.mark.slow),
         pytest.param({"pp": 2}, {"precision": "16-mixed"}, id="pp2 scaled", marks=pytest.mark.slow),

@@ -241,7 +241,7 @@ def _fit_with_hparams_of_its_own(layout: dict[str, int], folder: Path) -> dict[s
     return trainer.strategy.full_state_dict() or {}
 
 
-@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("file", marks=pytest.mark.slow)])
 def test_K22_load_from_checkpoint_needs_no_strategy(kind: str, tmp_path: Path) -> None:
     """In a plain process: weights and ties of a run under tp2 pp2, and the module's own arguments; what does not fit is named."""
     weights = run_world(_fit_with_hparams_of_its_own, 4, LAYOUTS["tp2 pp2"], tmp_path / "folder")[0]

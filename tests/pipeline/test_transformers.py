@@ -138,7 +138,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
 }
 
 
-SLOW = ("llama", "gpt2", "gpt2_untied", "qwen3", "gemma", "gpt_neo", "deberta", "vit")
+SLOW = ("llama", "gpt2", "gpt2_untied", "qwen3", "gemma", "gpt_neo", "deberta", "bert", "vit")
 """Of the quick tests left out: there are others of Llama and GPT-2, and others of their kind."""
 
 

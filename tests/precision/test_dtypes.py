@@ -70,9 +70,7 @@ def _fit(precision: str, layout: dict[str, int], folder: Any) -> dict[str, set[t
     }
 
 
-@pytest.mark.parametrize(
-    "layout", [name if "zero1" in name or "zero3" in name else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", [name if "zero3" in name else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
 @pytest.mark.parametrize("precision", TABLE)
 def test_A11_dtypes_are_as_documented(precision: str, layout: str, tmp_path: Any) -> None:
     kinds = ("weights", "compute", "backward", "gradients", "sums", "wire", "masters", "optimizer", "checkpoint")

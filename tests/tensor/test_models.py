@@ -25,7 +25,7 @@ def _lm_parity(size: int, model: dict, plan: dict[str, str], optimizer: str) -> 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 def test_T1_T4_grouped_query_attention_equals_one_process_in_every_gradient(size: int, optimizer: str) -> None:
     run_world(_lm_parity, size, size, {"vocab": 33}, LM_PLAN, optimizer)
 
