@@ -30,6 +30,7 @@ from lightning_par.comm import Mesh
 from lightning_par.context import prepare
 from lightning_par.layout import ParallelLayout, ShardSpec
 from lightning_par.pipeline import Pipeline, Uses
+from lightning_par.strategy.huggingface import Changes, changes
 from lightning_par.strategy.rehearsal import Rehearsal
 from lightning_par.tensor import shard_module
 from lightning_par.zero import GuardedParameter, ParameterInfo
@@ -49,6 +50,7 @@ class Assembled:
         buffers: every name in the whole module of its persistent buffers, and their first names.
         left_out: parameters and persistent buffers of the whole module that no name in its ``state_dict`` stands for: a module may leave
             them out there, or tell them in parts. They are saved, and are not missed.
+        changed: how a model of transformers in the whole module differs from what its class makes of its config; None if it does not.
         untold: keys of the whole module's ``state_dict`` that are neither, nor of ``get_extra_state``: no checkpoint holds them.
         pipeline: the engine, when pp > 1.
     """
@@ -60,6 +62,7 @@ class Assembled:
     aliases: dict[str, str]
     buffers: dict[str, str]
     left_out: tuple[str, ...]
+    changed: Changes | None
     untold: tuple[str, ...]
     pipeline: Pipeline | None
 
@@ -84,6 +87,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
             "optimizers like that, so call them otherwise"
         )
     untold = tuple(key for key in state if key not in aliases and not is_extra(key))
+    changed = changes(module, aliases)
     uses = rehearsal.uses() if rehearsal is not None else None
     _broadcast(module, mesh, device)
     specs = {name: ShardSpec.whole(param) for name, param in module.named_parameters()}
@@ -103,7 +107,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
         whole_on_tp = specs[name].is_whole
         counted = (mesh.tp.index == 0 or not whole_on_tp) and stages.get(name, (mesh.pp.index,))[0] == mesh.pp.index
         infos.append(ParameterInfo(name, param, specs[name], stages.get(name, ()), name in partial, counted))
-    return Assembled(module, mesh, tuple(infos), order, aliases, buffers, left_out, untold, pipeline)
+    return Assembled(module, mesh, tuple(infos), order, aliases, buffers, left_out, changed, untold, pipeline)
 
 
 def _pipeline(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Rehearsal | None, uses: Uses | None) -> Pipeline:

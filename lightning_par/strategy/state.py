@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from lightning_par.comm import Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.numerics import SEEDS
 from lightning_par.strategy.assemble import Assembled
+from lightning_par.strategy.huggingface import huggingface
 from lightning_par.zero import DataParallel
 
 OF_MOMENTS = ("beta2_decay", "betas", "etas", "lambd", "momentum", "rho")
@@ -245,7 +244,7 @@ def module_meta(assembled: Assembled, everyone: Sequence[Told]) -> dict[str, Any
         "aliases": dict(assembled.aliases),
         "buffers": [name for name in names if name in buffers],
         "frozen": [name for name in names if name in frozen],
-    } | _with_changes(_huggingface(assembled.module), assembled)
+    } | huggingface(assembled.module, assembled.changed)
 
 
 def in_module(source: Source, assembled: Assembled) -> Source:
@@ -255,7 +254,7 @@ def in_module(source: Source, assembled: Assembled) -> Source:
         CheckpointError: the module has several HF models, or one with weights of another's.
     """
     source = by_keys(find_layers(source, assembled.aliases), assembled)
-    mine = _huggingface(assembled.module).get(HUGGINGFACE, {})
+    mine = huggingface(assembled.module).get(HUGGINGFACE, {})
     if source.meta.get(MODULE, {}).get(HUGGINGFACE, {}).get("prefix") != "":
         return source
     if "several" in mine:
@@ -295,57 +294,6 @@ def by_keys(source: Source, assembled: Assembled) -> Source:
     source = source.renamed(lambda name: names.get(name, name))
     aliases = {key: names.get(first, first) for key, first in theirs.items()}
     return replace(source, meta=source.meta | {MODULE: source.meta[MODULE] | {"aliases": aliases}})
-
-
-def _huggingface(module: nn.Module) -> dict[str, Any]:
-    """Where in ``module`` the model of transformers is that is in no other, and its config; or where all are. See ``checkpoint.hf``.
-
-    What only hands on the attributes of such a model, as what ``torch.compile`` returns does, is none.
-    """
-    models = {path: part for path, part in module.named_modules() if hasattr(type(part), "save_pretrained") and _config(part) is not None}
-    inner = {part for model in models.values() for part in model.modules() if part is not model}
-    outer = {path: model for path, model in models.items() if model not in inner}
-    if len(outer) > 1:
-        return {HUGGINGFACE: {"several": list(outer)}}
-    for path, model in outer.items():
-        if not _is_itself(model):
-            return {HUGGINGFACE: {"adapted": f"{path or 'it'} ({type(model).__name__})"}}
-        told = json.loads(_config(model).to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
-        tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        return {HUGGINGFACE: {"prefix": f"{path}." if path else "", "config": told, "tied": tied}}
-    return {}
-
-
-def _with_changes(told: dict[str, Any], assembled: Assembled) -> dict[str, Any]:
-    """What ``_huggingface`` told, with the names of weights that its model has and a new one of its class and config has not, and lacks.
-
-    A model that its class does not make of the config alone is taken as it is, and so is a quantized one, whose class makes it otherwise.
-    """
-    mine = told.get(HUGGINGFACE, {})
-    if "prefix" not in mine or mine["config"].get("quantization_config"):
-        return told
-    model = assembled.module.get_submodule(mine["prefix"].removesuffix("."))
-    try:
-        with generators_kept(), torch.device("meta"):
-            made = type(model)(copy.deepcopy(_config(model)))
-            plain_names, tied = {*made.state_dict()}, getattr(made, "all_tied_weights_keys", None) or {}
-    except Exception:  # of anybody's class
-        return told
-    names = {uncompiled(key.removeprefix(mine["prefix"])): None for key in assembled.aliases if key.startswith(mine["prefix"])}
-    strange = [name for name in names if name not in plain_names]
-    lacking = sorted(plain_names - names.keys() - {*tied})
-    return {HUGGINGFACE: mine | {"changed": {"has": strange, "lacks": lacking}}} if strange or lacking else told
-
-
-def _is_itself(model: nn.Module) -> bool:
-    """Whether it is a model of transformers with the weights of its class: none around it (PEFT's), and no adapters put into it."""
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__) and not getattr(model, "_hf_peft_config_loaded", False)
-
-
-def _config(module: nn.Module) -> Any:
-    """That of a model of transformers."""
-    config = getattr(module, "config", None)
-    return config if hasattr(config, "to_json_string") else None
 
 
 def empty_optimizer_state(
