@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
 
 from lightning_par.pipeline.errors import PipelineError
-
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+from lightning_par.pipeline.shown import Absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,17 @@ class TensorForm:
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    """In the place of a tensor that stays on its stage: ``layer`` returned it, and a dry run has seen nobody use it."""
+
+    layer: str
+    form: TensorForm
+
+
+PLAIN = (Withheld, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def has_gradient(dtype: torch.dtype) -> bool:
@@ -54,7 +65,12 @@ def form_of(output: Any) -> Any:
     for leaf in tree_leaves(output):
         if not is_plain(leaf):
             raise cannot_be_handed(type(leaf).__name__, "the last layer of a stage")
-    return tree_map_only(Tensor, lambda tensor: TensorForm(tuple(tensor.shape), tensor.dtype), output)
+    return tree_map_only(Tensor, _form, output)
+
+
+def _form(tensor: Tensor) -> TensorForm | Withheld:
+    form = TensorForm(tuple(tensor.shape), tensor.dtype)
+    return Withheld(tensor.absent_name, form) if isinstance(tensor, NotSent) else form
 
 
 def cannot_be_handed(kind: str, giver: str) -> PipelineError:
@@ -65,10 +81,10 @@ def cannot_be_handed(kind: str, giver: str) -> PipelineError:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of a layer's output, in order."""
+    """The tensors of a layer's output, in order; of what a stage received, those that were sent."""
     if isinstance(output, Tensor):
         return [output]
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and not isinstance(leaf, NotSent)]
 
 
 def tensor_forms(form: Any) -> list[TensorForm]:
@@ -88,7 +104,21 @@ def rebuild(form: Any, tensors: Iterable[Tensor]) -> Any:
     left = iter(tensors)
     if isinstance(form, TensorForm):
         return next(left)
-    return tree_map_only(TensorForm, lambda _: next(left), form)
+    whole = tree_map_only(TensorForm, lambda _: next(left), form)
+    return tree_map_only(Withheld, lambda gone: NotSent.of(gone.form.empty(torch.device("meta")), gone.layer), whole)
+
+
+class NotSent(Absent):
+    """What a stage sees in the place of a tensor that was withheld: it may be kept and handed on, and whoever computes with it is told."""
+
+    @staticmethod
+    @override
+    def refusal(name: str) -> PipelineError:
+        return PipelineError(
+            f"what {name} returned besides the hidden state is used, which a dry run of the step had not seen: it stayed on its pipeline "
+            "stage. Carry it through the layers with the hidden state, x, total = layer(x, total), or use it in every step, in training "
+            "and in validation, so that it is seen; or use pp=1"
+        )
 
 
 def messages_of(output: Any) -> list[Tensor]:

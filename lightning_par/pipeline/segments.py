@@ -23,8 +23,8 @@ Close = Callable[[int, list[Tensor], Tensor | None], None]
 """Told where a segment ends: its number, the tensors of its end that need a gradient, and the leaf behind its beginning."""
 
 
-Extra = tuple[int, int]
-"""A layer, and the place of a tensor in its output, but for the first."""
+Extra = tuple[int, int, int]
+"""A layer, the place of a tensor in its output, but for the first, and how many tensors that has."""
 
 
 class Segments:
@@ -86,10 +86,11 @@ class Segments:
         self.at = index + 2
         if self.entry is not None:
             self.behind[self.entry] = index
-        for place, tensor in enumerate(tensors_of(output)):
+        tensors = tensors_of(output)
+        for place, tensor in enumerate(tensors):
             if place and tensor.requires_grad:
-                self.extras[tensor.grad_fn, tensor.output_nr] = index, place
-                self.made.append(((index, place), ref(tensor)))
+                extra = self.extras[tensor.grad_fn, tensor.output_nr] = index, place, len(tensors)
+                self.made.append((extra, ref(tensor)))
         return output
 
     def _turn(self, segment: int, values: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import ismethod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -135,13 +135,17 @@ def _called(method: Callable[..., Any], name: str, *args: Any, **kwargs: Any) ->
 
 
 class Absent(Tensor):
-    """A parameter of a module that lives elsewhere: it tells its shape, dtype and the like, and refuses to compute."""
+    """A tensor that is elsewhere: it tells its shape, dtype and the like, and refuses to compute."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str) -> Self:
+        absent = tensor.detach().as_subclass(cls).requires_grad_(tensor.requires_grad)
+        absent.absent_name, absent._is_param = name, isinstance(tensor, nn.Parameter)  # the latter for isinstance(_, nn.Parameter)
+        return absent
 
     @staticmethod
-    def of(parameter: Tensor, name: str) -> Absent:
-        absent = parameter.detach().as_subclass(Absent).requires_grad_(parameter.requires_grad)
-        absent.absent_name, absent._is_param = name, True  # the latter for isinstance(_, nn.Parameter)
-        return absent
+    def refusal(name: str) -> PipelineError:
+        return not_here(name)
 
     @classmethod
     @override
@@ -149,7 +153,8 @@ class Absent(Tensor):
         if func.__name__ in ("__get__", "__set__") or func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise not_here(next(leaf.absent_name for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Absent)))
+        absent = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
+        raise absent.refusal(absent.absent_name)
 
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -25,7 +25,9 @@ the loop changes the hidden state between the layers    refused where a stage en
 (``x = x + layer(x)``)                                  every tensor which that layer returned
 the loop keeps what a layer returns besides the         refused: within a stage, too, every tensor but the first (the hidden
 hidden state (``x, aux = layer(x); total += aux``)      state) must be given to the next layer. The layers of earlier stages all
-                                                        answer with the same output, so a sum over layers would be wrong
+                                                        answer with the same output, so a sum over layers would be wrong. If a dry run
+                                                        has seen that nobody uses it, it stays on its stage, and others that use it
+                                                        after all, in another step, are told
 a module's output goes to every layer, or past them     right where a dry run has seen it (the module is then on every stage that
 (``layer(x, embedding)``)                               uses it), also of masks and indices that the step makes of it; else the
                                                         stand-ins' NaN reaches the loss, and whole numbers of a module are refused
@@ -58,8 +60,9 @@ from typing_extensions import override
 
 from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
-from lightning_par.pipeline.boundary import form_of, has_gradient, is_plain, tensors_of
+from lightning_par.pipeline.boundary import Withheld, form_of, has_gradient, is_plain, tensors_of
 from lightning_par.pipeline.errors import PipelineError
+from lightning_par.pipeline.segments import Extra
 from lightning_par.pipeline.shown import HOW_TO_CARRY, Elsewhere, Shown, not_here, seen_from_afar
 from lightning_par.pipeline.traces import Trace, marks, traces
 
@@ -251,7 +254,7 @@ class StageLayers(nn.ModuleList):
         stages: how many stages there are in all.
         name: what the list is called in the model, for messages.
         traces: attributes that layers are known to change as they run.
-        spare: layers and the places of tensors in their outputs that nobody uses.
+        spare: tensors that layers return and nobody uses: they stay where they are, and who uses one elsewhere after all is told.
     """
 
     def __init__(
@@ -262,7 +265,7 @@ class StageLayers(nn.ModuleList):
         stages: int,
         name: str,
         traces: Iterable[Trace] = (),
-        spare: Iterable[tuple[int, int]] = (),
+        spare: Iterable[Extra] = (),
     ) -> None:
         super().__init__()
         local = {i for span in spans.values() for i in range(span.start, span.stop)}
@@ -298,9 +301,9 @@ class StageLayers(nn.ModuleList):
             self._watched.add(kind)
 
     @property
-    def received(self) -> Any:
-        """What the active stage was given."""
-        return None if self._now is None else self._now.received
+    def received(self) -> list[Tensor]:
+        """The tensors that the active stage was given."""
+        return [] if self._now is None else tensors_of(self._now.received)
 
     @override
     def __len__(self) -> int:
@@ -399,7 +402,7 @@ class StageLayers(nn.ModuleList):
                 f"the model calls {self._name}.{index} before {self._name}.{now.span.stop - 1}: layers must run in order, all of them"
             )
         self._check_chain(now, given)
-        raise StageExit(self._without_spare(now.ran, now.output))
+        raise StageExit(self._without_spare(now))
 
     def _check_passing(self, now: _Pass, index: int) -> None:
         if index in now.passed:
@@ -427,8 +430,7 @@ class StageLayers(nn.ModuleList):
         assert now is not None
         if now.ran != index - 1 or isinstance(now.output, Tensor):
             return
-        missing = [place for place in _missing(now.output, given) if place > 0 and (now.ran, place) not in self._spare]
-        if missing:
+        if missing := [place for place in _missing(now.output, given) if place > 0 and place not in self._spare_of(now)]:
             tensors = ", ".join(f"{place} {form_of(tensors_of(now.output)[place])}" for place in missing)
             raise PipelineError(
                 f"{self._name}.{index} is not given all that {self._name}.{index - 1} returned: of its tensors, number {tensors} (the "
@@ -437,10 +439,16 @@ class StageLayers(nn.ModuleList):
                 "not, do not return it; or use pp=1"
             )
 
-    def _without_spare(self, layer: int, output: Any) -> Any:
-        """What the next stage gets: None in place of tensors that nobody uses."""
-        places = itertools.count()
-        return tree_map_only(Tensor, lambda tensor: None if (layer, next(places)) in self._spare else tensor, output)
+    def _spare_of(self, now: _Pass) -> set[int]:
+        """The places of tensors in the layer's output that nobody uses."""
+        count = len(tensors_of(now.output))
+        return {place for place in range(count) if (now.ran, place, count) in self._spare}
+
+    def _without_spare(self, now: _Pass) -> Any:
+        """What the next stage gets."""
+        spare, places = self._spare_of(now), itertools.count()
+        layer = f"{self._name}.{self._keys[now.ran]}"
+        return tree_map_only(Tensor, lambda tensor: Withheld(layer, form_of(tensor)) if next(places) in spare else tensor, now.output)
 
 
 def on_meta(module: nn.Module) -> nn.Module:

@@ -89,6 +89,8 @@ class Rehearsal:
         """What the step of one kind of run does, on the data of another."""
         with self._unseen():
             step, args, options = self._arguments(fn, source)
+            if fn != TrainerFn.FITTING:
+                self._module.eval()
             return dry_run(self._module, find_layers(self._module), lambda args: self._graphs(step, args, options), args)
 
     def costs(self) -> LayerCosts:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_par.comm import Mesh
 from lightning_par.context import RingAttention, ShardedBatch, ring_attention, shard_batch, verify_step
@@ -237,7 +236,7 @@ class StepRunner:
         In the first batch any NaN is taken for that; later one that does not come from the stage before, nor from an overflow in float16.
         """
         loss = self._loss_of(output)
-        received = [tensor for tensor in tree_leaves(self.pipeline.layers.received) if _is_float(tensor)]
+        received = [tensor for tensor in self.pipeline.layers.received if tensor.is_floating_point()]
         kind = self.device.type
         is_half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         is_first = "train" not in self._verified
@@ -267,10 +266,6 @@ class StepRunner:
                 f"not {IGNORED_LABEL} (or its samples); a weight of one's own is not supported there: leave it out, or use pp=1 and cp=1"
             )
         return output.get("loss")
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _sum_error() -> ValueError:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_par.pipeline import NumbersError, PipelineError, Uses, dry_run, place
 from lightning_par.pipeline.aside import aside, lent
+from lightning_par.pipeline.boundary import TensorForm, Withheld, form_of, rebuild, tensors_of
 from lightning_par.recipes.gpt import GPT, GPTConfig
 from tests.pipeline.models import through_the_stages
 from tests.pipeline.parity import tokens
@@ -529,7 +530,7 @@ def test_what_layers_return_and_nobody_uses_may_stay_where_it_is() -> None:
     model, x = Looped(unused), torch.randn(5, WIDTH)
     model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
     uses = dry_run(model, "layers", model, x)
-    assert uses.spare == {(i, 1) for i in range(6)}
+    assert uses.spare == {(i, 1, 2) for i in range(6)}
     with torch.no_grad():
         assert torch.equal(through_the_stages(model, x, place(model, 3, uses=uses), uses=uses), model(x))
 
@@ -544,6 +545,54 @@ def test_what_layers_return_and_somebody_uses_is_refused(loop: Any) -> None:
         through_the_stages(model, x, place(model, 3, uses=Uses()), uses=uses)
 
 
+@pytest.mark.parametrize("loop", [collected, looked_at])
+def test_what_was_unused_when_it_was_looked_at_and_is_used_later_is_refused(loop: Any) -> None:
+    model, x = Looped(unused), torch.randn(5, WIDTH)
+    model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
+    uses = dry_run(model, "layers", model, x)
+    model = Looped(loop)
+    model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
+    with pytest.raises(PipelineError, match=r"what layers\.\d returned besides the hidden state is used, which a dry"), torch.no_grad():
+        through_the_stages(model, x, place(model, 3, uses=uses), uses=uses)
+
+
+def test_what_was_unused_may_be_kept_and_asked_for_its_shape() -> None:
+    model, x = Looped(stored), torch.randn(5, WIDTH)
+    model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
+    spare = Uses(extras=frozenset((i, 1, 2) for i in range(6)))
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, place(model, 3, uses=spare), uses=spare), model(x))
+    (elsewhere,) = rebuild((Withheld("layers.1", TensorForm((2, 3), torch.float64)),), [])
+    assert (elsewhere.shape, elsewhere.dtype, elsewhere.dim(), tensors_of((elsewhere,))) == ((2, 3), torch.float64, 2, [])
+    assert rebuild(form_of((elsewhere,)), [])[0].shape == (2, 3), "it may be handed on once more"
+
+
+class Gated(Block):
+    """Returns as many tensors as there are modes: what is in one place is another thing in evaluation."""
+
+    def forward(self, x: Tensor, gate: Tensor | None) -> tuple[Tensor, ...]:
+        y = super().forward(x if gate is None else x * gate)
+        return (y, y.softmax(-1), y.sigmoid()) if self.training else (y, y.sigmoid())
+
+
+def gated(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    gate = None
+    for layer in layers:
+        x, *_, gate = layer(x, gate)
+    return x + gate
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_places_are_those_of_outputs_of_one_length(training: bool) -> None:
+    model, x = Looped(gated), torch.randn(5, WIDTH)
+    model.layers = nn.ModuleList(Gated(WIDTH, WIDTH) for _ in range(6))
+    uses = dry_run(model, "layers", model, x)
+    assert uses.spare == {(i, 1, 3) for i in range(6)}
+    model.train(training)
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, place(model, 3, uses=uses), uses=uses), model(x))
+
+
 def test_what_one_step_uses_is_not_spare_for_the_others() -> None:
-    one, other = Uses(extras=frozenset({(0, 1), (1, 1)})), Uses(extras=frozenset({(0, 1)}), kept=frozenset({(0, 1)}))
-    assert (one | other).spare == {(1, 1)}
+    one, other = Uses(extras=frozenset({(0, 1, 2), (1, 1, 2)})), Uses(extras=frozenset({(0, 1, 2)}), kept=frozenset({(0, 1, 2)}))
+    assert (one | other).spare == {(1, 1, 2)}

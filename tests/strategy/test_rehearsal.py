@@ -349,3 +349,68 @@ def test_a_step_that_cannot_run_dry_is_told_once_with_the_reason() -> None:
 def test_an_order_that_can_neither_be_seen_nor_was_said_is_refused_with_the_way_out() -> None:
     with pytest.raises(WorldError, match=r"loss of the first batch is NaN|pipeline_(before|after) = \["):
         fit_world(partial(Disordered, "unknown"), rows, {"pp": 2}, 2, gradient_clip_val=None)
+
+
+class Attending(nn.Module):
+    """Returns weights with the hidden state, as attention layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(self.linear(x))
+        return y, y.softmax(-1)
+
+
+class Attended(Disordered):
+    """Uses the weights in some steps only, in training when a number says so."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layers, self.where = nn.ModuleList(Attending() for _ in range(4)), where
+
+    def _step(self, batch: list[Tensor], aside: bool) -> Tensor:
+        x, weights = self.embed(batch[0]), []
+        for layer in self.layers:
+            x, w = layer(x)
+            if self.training or aside:
+                weights.append(w)
+        loss = F.cross_entropy(self.head(self.norm(x)), batch[1])
+        return loss + sum(w.square().mean() for w in weights if w is not None) if aside else loss
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self._step(batch, self.where == "later" and self.global_step > 0)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self._step(batch, self.where == "validation" and not self.training))
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self._step(batch, self.where == "test"))
+
+
+def _attended(where: str) -> str:
+    trainer = L.Trainer(devices=2, strategy=HybridParallelStrategy(pp=2), max_steps=2, precision="64-true", **QUIET)
+    module = Attended(where)
+    try:
+        trainer.fit(module, rows(), rows())
+        trainer.test(module, rows(), verbose=False)
+    except Exception as error:
+        return str(error)
+    return "went through"
+
+
+@pytest.mark.parametrize(
+    ("where", "refusal"),
+    [
+        ("later", "layers.1 returned besides the hidden state is used, which a dry run of the step had not seen"),
+        ("test", "layers.1 returned besides the hidden state is used, which a dry run of the step had not seen"),
+        ("validation", "the output of layers.0 is used again after the layers"),
+        ("nowhere", "went through"),
+    ],
+)
+def test_what_layers_return_besides_is_used_in_some_steps(where: str, refusal: str) -> None:
+    """Never a wrong number: who uses what has stayed on another stage is told, wherever a dry run could not see it."""
+    assert any(refusal in text for text in run_world(_attended, 2, where, timeout=60))
