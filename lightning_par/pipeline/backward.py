@@ -117,7 +117,7 @@ def _find_branches(outputs: Sequence[Node], entry: Tensor | None) -> _Branches:
             for leaf in frozenset().union(*(below.get(child, ()) for child in children)):
                 owners.setdefault(leaf, set()).add(node)
         elif node not in inner:
-            below[node] = frozenset().union(*(below[child] for child in children)) | ({node} if hasattr(node, "variable") else set())
+            below[node] = frozenset().union(*(below[child] for child in children)) | ({node} if is_leaf(node) else set())
     apart = frozenset().union(*(below.get(node, ()) for node in outputs))  # hangs on no inner node, or not only
     waiting: dict[Node, list[Node]] = {}
     for leaf, nodes in owners.items():
@@ -141,6 +141,11 @@ def children_first(roots: Sequence[Node], without: Collection[Node] = ()) -> Ite
             seen.add(node)
             stack.append((node, True))
             stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+
+
+def is_leaf(node: Node) -> bool:
+    """Whether it is the node of a parameter (``variable``), or of another leaf."""
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def _does_halves(node: Node) -> bool:

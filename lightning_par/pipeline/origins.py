@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_par.pipeline.backward import is_leaf
 from lightning_par.pipeline.known import Known, tensors_in
 
 Leaves = frozenset[Tensor]
@@ -76,7 +77,7 @@ def leaves_of(tensors: Iterable[Tensor]) -> Leaves:
     """The leaves of the graphs of these."""
     tensors = list(tensors)
     own = {tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf}
-    return frozenset(own | {node.variable for node, _ in edges_of(tensors) if hasattr(node, "variable")})
+    return frozenset(own | {node.variable for node, _ in edges_of(tensors) if is_leaf(node)})
 
 
 def edges_of(tensors: Iterable[Tensor]) -> frozenset[Edge]:

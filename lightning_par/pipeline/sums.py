@@ -1,35 +1,40 @@
-"""A stage's backward in one piece, large gradients added up by the matrix products that make them.
+"""A stage's backward in one piece, large gradients added up by the nodes that make them.
 
 Note [Sums of products]
 ~~~~~~~~~~~~~~~~~~~~~~~
 Backward runs once for each micro-batch. From the second on autograd writes the gradient of a weight to new memory, and then adds that to
 ``weight.grad``; the fewer tokens a micro-batch has, the more of the time goes there. ``grad.addmm_(dy.t(), x)`` does both in one pass over
-memory, and needs none of its own (as the gradient accumulation fusion of Megatron-LM, whose layers are made for it).
+memory, and needs none of its own (as the gradient accumulation fusion of Megatron-LM, whose layers are made for it); of an embedding only
+the rows that were looked up need to be touched.
 
 Here the layers are the user's, so it is done in the graph that they left::
 
     output <- mm <- ... <- input        a hook on mm adds the product of what mm saved and the gradient that comes to it;
-              |                         w is left out of what autograd is asked for, so mm computes the other half alone
+              |                         autograd is asked for mm and for all parameters but w, so mm computes the other half alone
               t <- w
 
 It is done for a weight if every way to it is the second factor of a ``torch.mm`` or ``addmm`` (which ``F.linear`` comes to), straight or
-transposed, whose first factor has a gradient too (without that autograd would not come to the node), and was saved as it was (nothing
-brings it back: no checkpointing, no offloading); and if nobody but the caller waits for its gradient: no hooks of others. All other
-weights get their gradients from autograd.
+transposed, or an ordinary embedding; and what the node saved is there as it was (nothing brings it back: no checkpointing, no
+offloading); and nobody but the caller waits for its gradient: no hooks of others on the weight, its transpose or these nodes. All other
+weights get their gradients from autograd, half precision ones too, whose sums are wider than they are. What cannot be seen are
+``register_prehook`` hooks that someone put on the weight's own node.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from typing_extensions import override
 
-from lightning_par.pipeline.backward import backward, children_first
+from lightning_par.pipeline.backward import backward, children_first, is_leaf
 
 LARGE = 2**16
 """Elements of a gradient from which on a pass over memory takes longer than to find its product."""
@@ -39,95 +44,159 @@ _FIRST_FACTORS = {"MmBackward0": "self", "AddmmBackward0": "mat1"}
 
 
 def is_large(weight: Tensor) -> bool:
-    """Whether it is worth looking for products that add to this weight's gradient."""
+    """Whether it is worth looking for nodes that add to this weight's gradient."""
     return weight.numel() >= LARGE
 
 
 def backward_summing(outputs: Sequence[GradientEdge], grads: Sequence[Tensor], weights: Collection[Tensor]) -> None:
-    """Run a graph backward in one piece, adding to the ``grad`` of such of ``weights`` as it can by their products.
+    """Run a graph backward in one piece, adding to the ``grad`` of such of ``weights`` as it can. See Note [Sums of products].
 
     Args:
         weights: parameters that have a ``grad``, to which anybody may add.
     """
-    leaves, products = _find(outputs, weights) if outputs and weights else ([], [])
-    if not products:
+    leaves, found = _find(outputs, weights) if outputs and weights else ([], [])
+    if not found:
         backward(outputs, grads)
         return
-    summed = {product.weight for product in products}
-    left = [GradientEdge(leaf, 0) for leaf in leaves if leaf.variable not in summed]
+    summed = {use.weight for use in found}
+    wanted = [GradientEdge(leaf, 0) for leaf in leaves if leaf.variable not in summed] + [GradientEdge(use.node, 0) for use in found]
     with ExitStack() as stack:
-        for product in products:
-            stack.callback(product.node.register_prehook(product.add).remove)
-        torch.autograd.backward(outputs, grads, inputs=left)
-    lost = sum(not product.is_added for product in products)
-    assert not lost, f"autograd did not come to {lost} of the products that were to be added"
+        for use in found:
+            stack.callback(use.node.register_prehook(use.add).remove)
+        torch.autograd.backward(outputs, grads, inputs=wanted)
+    lost = sum(not use.is_added for use in found)
+    assert not lost, f"autograd did not come to {lost} of the nodes that were to add"
 
 
 @dataclass(eq=False)
-class _Product:
-    """A matrix product of which a weight is the second factor, or its transpose."""
+class _Use(ABC):
+    """A node that makes a gradient of a weight, and adds it to the others."""
 
     node: Node
     weight: Tensor
-    transposed: bool
-    is_added: bool = False
+    is_added: bool = field(default=False, init=False)
 
-    @property
-    def first_factor(self) -> Tensor:
-        return getattr(self.node, f"_saved_{_FIRST_FACTORS[type(self.node).__name__]}")
-
-    @property
+    @abstractmethod
     def can_add(self) -> bool:
-        """What the node saved will do for ``add``. It must be the node of a product."""
-        *_, (before, _), _ = self.node.next_functions
-        saved = getattr(self.node, f"_raw_saved_{_FIRST_FACTORS[type(self.node).__name__]}")
-        if before is None or getattr(saved, "unpack_hook", None):
-            return False
-        x, sum_ = self.first_factor, self.weight.grad
-        return _is_plain(x) and _is_plain(sum_) and x.dtype == sum_.dtype and x.dtype.is_floating_point and not sum_.requires_grad
+        """Whether what is there will do for ``sum_up``."""
+
+    @abstractmethod
+    def sum_up(self, dy: Tensor) -> None:
+        """Add the gradient of the weight, by that of the node's output."""
 
     def add(self, gradients: tuple[Tensor | None, ...]) -> None:
         """A hook of the node, before it runs."""
         self.is_added = True
         (dy,) = gradients
         if dy is not None:
-            x = self.first_factor
-            factors = (dy.t(), x) if self.transposed else (x.t(), dy)
-            self.weight.grad.addmm_(*factors, alpha=getattr(self.node, "_saved_alpha", 1))
+            self.sum_up(dy)
 
 
-def _find(outputs: Sequence[GradientEdge], weights: Collection[Tensor]) -> tuple[list[Node], list[_Product]]:
-    """The nodes of all parameters, and the products that can be added. See Note [Sums of products]."""
-    leaves: list[Node] = []
+@dataclass(eq=False)
+class _Product(_Use):
+    """A matrix product of which the weight is the second factor, or its transpose."""
+
+    transposed: bool
+
+    @override
+    def can_add(self) -> bool:
+        first, second = self._first(), _saved(self.node, "mat2")  # each is saved for the gradient of the other
+        if first is None or second is None or second._backward_hooks or second.retains_grad:
+            return False
+        return _is_plain(first) and _takes(self.weight.grad, first.dtype)
+
+    @override
+    def sum_up(self, dy: Tensor) -> None:
+        x = self._first()
+        factors = (dy.t(), x) if self.transposed else (x.t(), dy)
+        self.weight.grad.addmm_(*factors, alpha=getattr(self.node, "_saved_alpha", 1))
+
+    def _first(self) -> Tensor | None:
+        return _saved(self.node, _FIRST_FACTORS[type(self.node).__name__])
+
+
+class _Lookup(_Use):
+    """An embedding of which the weight is the table."""
+
+    @override
+    def can_add(self) -> bool:
+        if self.node._saved_sparse or self.node._saved_scale_grad_by_freq or _saved(self.node, "indices") is None:
+            return False
+        return _takes(self.weight.grad, self.weight.dtype)
+
+    @override
+    def sum_up(self, dy: Tensor) -> None:
+        places, padding = self.node._saved_indices, self.node._saved_padding_idx
+        if padding < len(self.weight):  # else there is none
+            dy = dy.masked_fill((places == padding).unsqueeze(-1), 0)
+        places, rows = places.reshape(-1), dy.reshape(-1, dy.shape[-1])
+        if dy.device.type == "cpu":
+            self.weight.grad.index_add_(0, places, rows)
+        else:  # in the same order every time, as autograd's own
+            self.weight.grad.index_put_((places,), rows, accumulate=True)
+
+
+def _find(outputs: Sequence[GradientEdge], weights: Collection[Tensor]) -> tuple[list[Node], list[_Use]]:
+    """The nodes of all parameters, and the nodes that can add. See Note [Sums of products]."""
+    leaves: dict[Tensor, list[Node]] = defaultdict(list)
     uses: dict[Node, list[tuple[Node, bool]]] = defaultdict(list)  # of parameters and transposes: by whom, and whether as its last input
     for node in children_first([edge.node for edge in outputs]):
         inputs = node.next_functions
         for place, (child, _) in enumerate(inputs, 1):
-            if child is not None and type(child).__name__ in {"AccumulateGrad", "TBackward0"}:
+            if child is not None and (is_leaf(child) or type(child).__name__ == "TBackward0"):
                 uses[child].append((node, place == len(inputs)))
-        if hasattr(node, "variable"):
-            leaves.append(node)
+        if is_leaf(node):
+            leaves[node.variable].append(node)
         elif "Checkpoint" in type(node).__name__:  # reentrant: it cannot run for some parameters only
-            return leaves, []
+            return [], []
     for edge in outputs:
         uses[edge.node].append((edge.node, False))
-    wanted = set(weights)
-    products: list[_Product] = []
-    for leaf in leaves:
-        if leaf.variable in wanted and not leaf.variable._backward_hooks:
-            found = list(_products_of(leaf, uses))
-            if all(found):
-                products += found
-    return leaves, products
+    found: list[_Use] = []
+    for weight in leaves.keys() & set(weights):
+        nodes = leaves[weight]
+        if len(nodes) == 1 and not weight._backward_hooks and not _has_hooks(nodes[0]):
+            ways = list(_uses_of(nodes[0], uses))
+            if all(ways):
+                found += ways
+    return [node for nodes in leaves.values() for node in nodes], found
 
 
-def _products_of(leaf: Node, uses: dict[Node, list[tuple[Node, bool]]]) -> Iterator[_Product | None]:
-    """One for each way to a parameter; None where it is no product that can be added."""
+def _uses_of(leaf: Node, uses: dict[Node, list[tuple[Node, bool]]]) -> Iterator[_Use | None]:
+    """One for each way to a parameter; None where it is none that can add."""
     for use in uses[leaf]:
         transposed = type(use[0]).__name__ == "TBackward0"
+        known = not transposed or not _has_hooks(use[0])
         for node, is_last in uses[use[0]] if transposed else [use]:
-            product = _Product(node, leaf.variable, transposed)
-            yield product if is_last and type(node).__name__ in _FIRST_FACTORS and product.can_add else None
+            kind = type(node).__name__
+            way: _Use | None = None
+            if known and is_last and kind in _FIRST_FACTORS:
+                way = _Product(node, leaf.variable, transposed)
+            elif kind == "EmbeddingBackward0" and not transposed:
+                way = _Lookup(node, leaf.variable)
+            yield way if way is not None and way.can_add() and not _has_hooks(node) else None
+
+
+def _saved(node: Node, name: str) -> Any:
+    """A tensor that a node saved; None where it did not, or someone brings it back."""
+    raw = getattr(node, f"_raw_saved_{name}")
+    return None if getattr(raw, "unpack_hook", None) else getattr(node, f"_saved_{name}")
+
+
+def _has_hooks(node: Node) -> bool:
+    """Whether someone waits for what a node computes."""
+    handle = node.register_hook(_nothing)
+    others = len(handle.hooks_dict_ref()) > 1
+    handle.remove()
+    return others
+
+
+def _nothing(*_: object) -> None:
+    """A hook that does nothing."""
+
+
+def _takes(sum_: Tensor, dtype: torch.dtype) -> bool:
+    """Whether gradients of this dtype may be added here, one by one."""
+    return _is_plain(sum_) and sum_.dtype == dtype and dtype in (torch.float32, torch.float64) and not sum_.requires_grad
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.pipeline.sums import backward_summing
@@ -35,7 +35,7 @@ class Conv1D(Stage):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = (torch.nn.Parameter(torch.rand(*shape)) for shape in [(WIDTH, WIDTH), (WIDTH,)])
+        self.weight, self.bias = (nn.Parameter(torch.rand(*shape)) for shape in [(WIDTH, WIDTH), (WIDTH,)])
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(torch.addmm(self.bias, x.flatten(0, 1), self.weight, beta=0.5, alpha=3).view(x.shape))
@@ -78,7 +78,91 @@ class _NoGradient(torch.autograd.Function):
         return None
 
 
-KINDS = [*STAGES, Conv1D, NoWayOn, UsedOtherwise, Reentrant, CutOff]
+class Looked(Stage):
+    """A table looked up twice, tied to a product, some of its rows never; and one with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH)
+        self.padded = nn.Embedding(5, WIDTH, padding_idx=-2)
+
+    def forward(self, x: Tensor) -> Any:
+        ids = (x[..., 0].detach().abs() * 7).long() % 5
+        return super().forward((x + self.table(ids) + self.table(ids[0]) + self.padded(ids)) @ self.table.weight.t() @ self.table.weight)
+
+
+class LookedOtherwise(Stage):
+    """Tables whose gradients are others than the sum of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = nn.Embedding(5, WIDTH, scale_grad_by_freq=True)
+        self.turned, self.shared = nn.Parameter(torch.rand(WIDTH, 5)), nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        ids = (x[..., 0].detach().abs() * 7).long() % 5
+        tables = self.counted(ids) + torch.nn.functional.embedding(ids, self.turned.t()) + self.shared(ids) * self.shared.weight.sum()
+        return super().forward(x + tables)
+
+
+class HookOnTranspose(Stage):
+    def forward(self, x: Tensor) -> Any:
+        transposed = self.b.weight.t()
+        transposed.register_hook(lambda grad: 2 * grad)
+        return super().forward(x @ transposed)
+
+
+class HooksOnNodes(Stage):
+    """What old ``register_backward_hook`` does, on a product, on a transpose and on a weight's own node; and before a product."""
+
+    def forward(self, x: Tensor) -> Any:
+        flat, transposed = x.flatten(0, 1), self.b.weight.t()
+        transposed.grad_fn.register_hook(lambda inputs, outputs: (2 * inputs[0],))
+        product = self.a(flat @ transposed)
+        product.grad_fn.register_hook(lambda inputs, outputs: tuple(3 * grad for grad in inputs))
+        before = self.norm(product @ self.last.weight.t())
+        before.register_hook(lambda grad: 5 * grad)
+        self.calls.append(self.other.weight.expand_as(self.other.weight).grad_fn.next_functions[0][0])
+        self.calls[-1].register_hook(lambda *_: self.seen.append(1))
+        return self.other(before)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls, self.seen = [], []
+
+
+class OneWeightTwoNodes(Stage):
+    """Memory of another kind in between: autograd makes a second node for the weight."""
+
+    def forward(self, x: Tensor) -> Any:
+        x, weight, grad = x @ self.b.weight, self.b.weight, self.b.weight.grad
+        values, weight.grad = weight.data, None
+        weight.data = values.float()
+        weight.data, weight.grad = values, grad
+        return super().forward(x)
+
+
+class Variable(Stage):
+    """A custom function with an attribute that nodes of parameters have."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(_WithVariable.apply(x))
+
+
+class _WithVariable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.variable = {}
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+OWN = [Conv1D, NoWayOn, UsedOtherwise, Reentrant, CutOff, Looked, LookedOtherwise, HookOnTranspose, HooksOnNodes, OneWeightTwoNodes]
+KINDS = [*STAGES, *OWN, Variable]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -107,6 +191,12 @@ def test_sums_are_those_of_autograd(kind: type[Stage]) -> None:
         (Packed, {"a.weight"}),
         (Frozen, {"b.weight"}),
         (Reentrant, set()),
+        (Looked, {"a.weight", "b.weight", "table.weight", "padded.weight"}),
+        (LookedOtherwise, {"a.weight", "b.weight"}),
+        (HookOnTranspose, {"a.weight"}),
+        (HooksOnNodes, {"last.weight"}),
+        (OneWeightTwoNodes, {"a.weight"}),
+        (Variable, {"a.weight", "b.weight"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -120,6 +210,13 @@ def test_only_the_given_weights_are_added_to() -> None:
     stage = build(Stage)
     run(stage, whole)
     assert summed(stage, [stage.a.weight]) == {"a.weight"}
+
+
+def test_hooks_on_nodes_run_once_a_pass() -> None:
+    stage = build(HooksOnNodes)
+    for _ in range(3):
+        summed(stage)
+    assert len(stage.seen) == 1 + 2 + 3, "each pass has put one more there"
 
 
 def test_hooks_of_parameters_see_every_gradient() -> None:
@@ -159,10 +256,10 @@ def test_a_graph_that_was_used_up_says_so() -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["default stream", "another stream"])
 def test_sums_on_a_gpu(stream: bool) -> None:
     """The hook runs where the node runs, after what its forward ran after."""
-    one, two = (torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 2048)) for _ in range(2))
+    one, two = (nn.Sequential(nn.Embedding(4096, 2048), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 2048)) for _ in range(2))
     two.load_state_dict(one.state_dict())
     one, two = one.cuda(), two.cuda()
-    xs = [torch.randn(512, 2048, device="cuda", requires_grad=True) for _ in range(4)]
+    xs = [torch.randint(4096, (512,), device="cuda") for _ in range(4)]
     sum(one(x).square().sum() for x in xs).backward()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream() if stream else torch.cuda.current_stream()):
