@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_par.pipeline.backward import is_leaf
@@ -45,13 +44,7 @@ class Origins(TorchFunctionMode):
         kwargs, name = kwargs or {}, func.__name__
         if name in _NUMBERS and not self.known.knows(args):
             self._asked(self.of(args) | leaves_of(tensors_in(args)))
-        try:
-            output = func(*args, **kwargs)
-        except Exception:  # it cannot be done without numbers, or not at all
-            if not self.known.knows((args, kwargs)):
-                raise
-            return tree_map_only(Tensor, self.known.onto_meta, self.known.compute(func, args, kwargs))
-        self.known.follow(func, args, kwargs, output)
+        output = self.known.call(func, args, kwargs)
         outputs = tensors_in(args[0] if name == "__setitem__" else output)
         if not outputs or name.startswith(_LIKE):
             return output

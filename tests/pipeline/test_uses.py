@@ -462,29 +462,129 @@ def test_a_dry_run_knows_the_numbers_of_the_batch() -> None:
     assert torch.equal(mask, given[1])
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda x, model: torch.rand(3).sum().item(),
-        lambda x, model: (x.float() @ model.probe[:3]).item(),
-        lambda x, model: x.float().add_(model.probe.sum()).sum().item(),
-        lambda x, model: _written(x.float(), model.probe).sum().item(),
-    ],
-)
-def test_a_dry_run_does_not_know_what_is_random_or_computed_from_parameters(ask: Any) -> None:
-    model = Net()
+class Written(torch.autograd.Function):
+    """Adds in place, out of sight of the functions that torch runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        with torch._C.DisableTorchFunction():
+            return x.add_(value)
+
+
+def after(x: Tensor, write: Callable[[Tensor], Any]) -> Tensor:
+    """What it is when that has been done to it."""
+    write(x)
+    return x
+
+
+def after_view(x: Tensor, write: Callable[[Tensor], Any]) -> Tensor:
+    view = x[:2]
+    write(x)
+    return view
+
+
+def in_inference_mode(x: Tensor, write: Callable[[Tensor], Any]) -> Tensor:
+    with torch.inference_mode():
+        return after(x.clone(), write)
+
+
+RANDOM = {
+    "rand": lambda x: torch.rand(3),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "poisson": torch.poisson,
+    "binomial": lambda x: torch.binomial(x, x / 4),  # not there on the meta device
+    "gumbel_softmax": F.gumbel_softmax,
+    "dropout1d": lambda x: F.dropout1d(x[None]),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, training=True),
+    "Dropout": nn.Dropout(),
+    "dropout in place": lambda x: after(x, lambda x: F.dropout(x, inplace=True)),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3, dropout_p=0.5),
+    "compiled": torch.compile(torch.rand_like, backend="eager"),
+    "uniform_": lambda x: after(x, lambda x: x.uniform_()),
+    "rand of aten": lambda x: torch.ops.aten.rand_like.default(x),
+    "a generator": lambda x: torch.rand(3, generator=torch.Generator().manual_seed(1)),
+}
+
+UNWRITTEN = {
+    "empty": lambda x: torch.empty(3),
+    "empty_like": torch.empty_like,
+    "empty_strided": lambda x: torch.empty_strided((3,), (1,)),
+    "new_empty": lambda x: x.new_empty(3),
+    "new": lambda x: x.new(3),
+    "resize_": lambda x: x.resize_(6),
+}
+
+WRITTEN = {
+    "add_": lambda x, value: after(x, lambda x: x.add_(value)),
+    "setitem": lambda x, value: after_view(x, lambda x: x.__setitem__(0, value[0])),
+    "data": lambda x, value: after(x, lambda x: setattr(x, "data", value.clone())),
+    "data twice": lambda x, value: after(x, lambda x: [setattr(x, "data", value.clone()) for _ in range(5)]),
+    "data of a view": lambda x, value: after(x, lambda x: x.data.add_(value)),
+    "set_": lambda x, value: after(x, lambda x: x.set_(value.clone())),
+    "copy_": lambda x, value: after_view(x, lambda x: x.copy_(value)),
+    "index_put_": lambda x, value: after_view(x, lambda x: x.index_put_((torch.tensor([0]),), value[:1])),
+    "foreach": lambda x, value: after_view(x, lambda x: torch._foreach_add_([x], [value])),
+    "out": lambda x, value: after_view(x, lambda x: torch.neg(value, out=x)),
+    "autograd.Function": lambda x, value: after_view(x, lambda x: Written.apply(x, value)),
+    "vmap": lambda x, value: after(x, lambda x: torch.vmap(torch.Tensor.add_)(x, value)),
+    "split in place": lambda x, value: after(x, lambda x: x.tensor_split(torch.tensor([1]))[0].add_(value[:1])),
+    "inference mode": lambda x, value: in_inference_mode(x, lambda x: torch._foreach_add_([x], [value])),
+}
+
+
+def answer(ask: Callable[[Tensor, Net], Any]) -> Any:
+    """What a dry run is told when it asks for that."""
+    model, answers = Net(), []
 
     def step(x: Tensor) -> Tensor:
-        return model(x[None], x[None]) * ask(x, model)
+        answers.append(ask(x, model))
+        return model(x[None].long(), x[None].long())
 
+    dry_run(model, "layers", step, torch.tensor([1.0, 2.0, 3.0]))
+    return answers[0]
+
+
+@pytest.mark.parametrize("compute", [*RANDOM.values(), *UNWRITTEN.values()], ids=[*RANDOM, *UNWRITTEN])
+def test_a_dry_run_does_not_know_what_is_random_and_draws_nothing(compute: Any) -> None:
+    before = torch.get_rng_state()
     with pytest.raises(RuntimeError):
-        dry_run(model, "layers", step, torch.tensor([1, 2, 3]))
+        answer(lambda x, model: compute(x).sum().item())
+    assert torch.equal(before, torch.get_rng_state())
 
 
-def _written(x: Tensor, value: Tensor) -> Tensor:
-    view = x[:2]
-    x[0] = value[0].detach()
-    return view
+def test_a_dry_run_leaves_generators_as_they_are() -> None:
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    answer(lambda x, model: torch.poisson(x, generator=generator))
+    assert torch.equal(before, generator.get_state())
+
+
+@pytest.mark.parametrize("write", WRITTEN.values(), ids=list(WRITTEN))
+def test_a_dry_run_does_not_know_what_is_computed_from_parameters(write: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"numbers|meta"):
+        answer(lambda x, model: write(x, model.probe[:3].detach()).sum().item())
+
+
+@pytest.mark.parametrize("name", sorted(WRITTEN.keys() - {"set_", "autograd.Function", "vmap"}))
+def test_a_dry_run_knows_what_was_written_from_what_it_knows(name: str) -> None:
+    value = torch.tensor([4.0, 6.0, 8.0])
+    expected = WRITTEN[name](torch.tensor([1.0, 2.0, 3.0]), value).sum().item()
+    assert answer(lambda x, model: WRITTEN[name](x, torch.tensor([4.0, 6.0, 8.0])).sum().item()) == expected
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: F.dropout(x, training=False),
+        lambda x: F.dropout(x, 0.0),
+        lambda x: torch.empty(0),
+        lambda x: torch.add(x, 1, out=torch.empty(0)),
+    ],
+)
+def test_a_dry_run_knows_what_could_be_random_and_is_not(compute: Any) -> None:
+    assert answer(lambda x, model: compute(x).tolist()) == compute(torch.tensor([1.0, 2.0, 3.0])).tolist()
 
 
 class Attending(Block):
