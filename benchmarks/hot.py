@@ -22,7 +22,7 @@ from benchmarks.launch import HOST, launch
 from benchmarks.models import SIZES, Size
 from benchmarks.rank import join
 from benchmarks.report import aligned
-from benchmarks.variant import Built, Context
+from benchmarks.variant import Built, Context, names_among
 from benchmarks.zero import VARIANTS
 
 PHASES = ("forward", "hooks", "backward", "step", "zero", "settle")
@@ -127,17 +127,17 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks.hot", description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--variants", type=_names, default=["ddp", "ddp_view", "stage0", "stage1"], help="whose phases are compared")
-    parser.add_argument("--profile", type=_names, default=["stage0", "stage1"], help="who is profiled (slower under the profiler)")
+    parser.add_argument(
+        "--variants", type=names_among(VARIANTS), default=["ddp", "ddp_view", "stage0", "stage1"], help="whose phases are compared"
+    )
+    parser.add_argument(
+        "--profile", type=names_among(VARIANTS), default=["stage0", "stage1"], help="who is profiled (slower under the profiler)"
+    )
     parser.add_argument("--rounds", type=int, help="turns of each variant (default: as the size says)")
     parser.add_argument("--steps", type=int, default=50, help="profiled")
     parser.add_argument("--top", type=int, default=25, help="functions shown")
     parser.add_argument("--link", default=HOST, help="as in benchmarks.zero")
     return parser
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def run(variants: Mapping[str, Variant], size: Size, optimizer: OptimizerName) -
     for turn in range(size.rounds):
         for name, built in running.items():
             _note(records[name], take_turn(built.step, built.settle, step, size.turn))
-        step += size.turn
+        step += 1 + size.turn
         _say(f"round {turn + 1} of {size.rounds}", end="\r")
     _say("")
     return records

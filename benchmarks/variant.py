@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,3 +85,15 @@ def plain_loop(
         return loss.detach()
 
     return step
+
+
+def names_among(variants: Collection[str]) -> Callable[[str], list[str]]:
+    """For argparse: a comma-separated list of these."""
+
+    def parse(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        if unknown := [name for name in names if name not in variants]:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose among {', '.join(variants)}")
+        return names
+
+    return parse

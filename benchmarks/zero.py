@@ -20,7 +20,7 @@ from benchmarks.measure import state_formula
 from benchmarks.models import SIZES, build_model
 from benchmarks.rank import run
 from benchmarks.report import Limit, Results, overheads, table, verdicts
-from benchmarks.variant import Variant
+from benchmarks.variant import Variant, names_among
 
 VARIANTS = {
     "single": Variant(peers.single),
@@ -112,7 +112,7 @@ def _path(options: argparse.Namespace) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks.zero", description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="base")
-    parser.add_argument("--variants", type=_names, default=list(VARIANTS), help=f"comma-separated, of {', '.join(VARIANTS)}")
+    parser.add_argument("--variants", type=names_among(VARIANTS), default=list(VARIANTS), help=f"comma-separated, of {', '.join(VARIANTS)}")
     parser.add_argument("--rounds", type=int, help="turns of each variant (default: as the size says)")
     parser.add_argument("--turn", type=int, help="steps in a turn (default: as the size says)")
     parser.add_argument("--ranks", type=int, default=2)
@@ -125,13 +125,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", help="the JSON file (default: under runs/benchmarks)")
     parser.add_argument("--show", action="store_true", help="measure nothing, report the JSON file that is there")
     return parser
-
-
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in VARIANTS]:
-        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose among {', '.join(VARIANTS)}")
-    return names
 
 
 if __name__ == "__main__":
