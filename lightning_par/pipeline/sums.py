@@ -26,7 +26,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from typing_extensions import override
 
-from lightning_par.pipeline.backward import backward, children_first, is_leaf
+from lightning_par.pipeline.backward import backward
 
 LARGE = 2**16
 """Elements of a gradient from which on a pass over memory takes longer than to find its product."""
@@ -68,17 +67,15 @@ def backward_summing(outputs: Sequence[GradientEdge], grads: Sequence[Tensor], w
     assert not lost, f"autograd did not come to {lost} of the nodes that were to add"
 
 
-@dataclass(eq=False)
 class _Use(ABC):
     """A node that makes a gradient of a weight, and adds it to the others."""
 
-    node: Node
-    weight: Tensor
-    is_added: bool = field(default=False, init=False)
+    def __init__(self, node: Node, weight: Tensor) -> None:
+        self.node, self.weight, self.is_added = node, weight, False
 
     @abstractmethod
     def can_add(self) -> bool:
-        """Whether what is there will do for ``sum_up``."""
+        """Whether what is there will do for ``sum_up``; called once, before it."""
 
     @abstractmethod
     def sum_up(self, dy: Tensor) -> None:
@@ -92,27 +89,27 @@ class _Use(ABC):
             self.sum_up(dy)
 
 
-@dataclass(eq=False)
 class _Product(_Use):
     """A matrix product of which the weight is the second factor, or its transpose."""
 
-    transposed: bool
+    def __init__(self, node: Node, weight: Tensor, transposed: bool) -> None:
+        super().__init__(node, weight)
+        self.transposed = transposed
+        self.first: Tensor | None = None  # until it was needed: the node lets go of it then
 
     @override
     def can_add(self) -> bool:
-        first, second = self._first(), _saved(self.node, "mat2")  # each is saved for the gradient of the other
-        if first is None or second is None or second._backward_hooks or second.retains_grad:
+        self.first = _saved(self.node, _FIRST_FACTORS[type(self.node).__name__])
+        second = _saved(self.node, "mat2")  # each is saved for the gradient of the other
+        if self.first is None or second is None or second._backward_hooks or second.retains_grad:
             return False
-        return _is_plain(first) and _takes(self.weight.grad, first.dtype)
+        return _is_plain(self.first) and _takes(self.weight.grad, self.first.dtype)
 
     @override
     def sum_up(self, dy: Tensor) -> None:
-        x = self._first()
+        x, self.first = self.first, None
         factors = (dy.t(), x) if self.transposed else (x.t(), dy)
         self.weight.grad.addmm_(*factors, alpha=getattr(self.node, "_saved_alpha", 1))
-
-    def _first(self) -> Tensor | None:
-        return _saved(self.node, _FIRST_FACTORS[type(self.node).__name__])
 
 
 class _Lookup(_Use):
@@ -140,20 +137,30 @@ def _find(outputs: Sequence[GradientEdge], weights: Collection[Tensor]) -> tuple
     """The nodes of all parameters, and the nodes that can add. See Note [Sums of products]."""
     leaves: dict[Tensor, list[Node]] = defaultdict(list)
     uses: dict[Node, list[tuple[Node, bool]]] = defaultdict(list)  # of parameters and transposes: by whom, and whether as its last input
-    for node in children_first([edge.node for edge in outputs]):
+    todo = [edge.node for edge in outputs]
+    for node in todo:
+        uses[node].append((node, False))  # by the caller
+    seen = set(todo)
+    while todo:  # every node, in any order: this is the part that costs, once for each micro-batch
+        node = todo.pop()
+        kind = type(node).__name__
+        if kind == "AccumulateGrad":
+            leaves[node.variable].append(node)
+            continue
+        if "Checkpoint" in kind:  # reentrant: it cannot run for some parameters only
+            return [], []
         inputs = node.next_functions
         for place, (child, _) in enumerate(inputs, 1):
-            if child is not None and (is_leaf(child) or type(child).__name__ == "TBackward0"):
+            if child is None:
+                continue
+            if type(child).__name__ in ("AccumulateGrad", "TBackward0"):
                 uses[child].append((node, place == len(inputs)))
-        if is_leaf(node):
-            leaves[node.variable].append(node)
-        elif "Checkpoint" in type(node).__name__:  # reentrant: it cannot run for some parameters only
-            return [], []
-    for edge in outputs:
-        uses[edge.node].append((edge.node, False))
+            if child not in seen:
+                seen.add(child)
+                todo.append(child)
     found: list[_Use] = []
-    for weight in leaves.keys() & set(weights):
-        nodes = leaves[weight]
+    for weight in weights:
+        nodes = leaves.get(weight, ())
         if len(nodes) == 1 and not weight._backward_hooks and not _has_hooks(nodes[0]):
             ways = list(_uses_of(nodes[0], uses))
             if all(ways):
