@@ -46,11 +46,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import ismethod
+from types import FrameType
 from typing import Any
 
 import torch
@@ -326,6 +328,13 @@ class StageLayers(nn.ModuleList):
         return super().named_parameters(*args, **kwargs)
 
     @override
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Whoever goes through all parameters of a module around the layers comes by here, and is told at the end of them."""
+        yield from super().named_modules(*args, **kwargs)
+        if self._stages > 1 and self._now is not None and _is_after_parameters(sys._getframe(1)):
+            self._look(f"{self._name}.parameters()")
+
+    @override
     def train(self, mode: bool = True) -> StageLayers:
         for layer in self._others:
             layer.train(mode)
@@ -459,6 +468,13 @@ def on_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(module, memo)
+
+
+def _is_after_parameters(frame: FrameType) -> bool:
+    """Whether modules are asked for, in this frame, by ``parameters`` of a module further up."""
+    while frame.f_code is nn.Module.named_modules.__code__:
+        frame = frame.f_back
+    return frame.f_code is nn.Module._named_members.__code__ and frame.f_back.f_code is nn.Module.named_parameters.__code__
 
 
 def _is_plain(leaves: Sequence[Any]) -> bool:

@@ -74,6 +74,7 @@ def _watched(tmp_path, plugin):
     return (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_the_loss_scale_its_hysteresis_and_skipped_steps_are_logged(tmp_path):
     rule = DynamicLossScale("megatron", initial=64.0, growth_interval=4)
     header, *rows = run_world(_watched, 1, tmp_path / "scaled", ParallelPrecision("16-mixed", loss_scale=rule))[0]

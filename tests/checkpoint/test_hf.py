@@ -160,7 +160,7 @@ def _hold(how: str, folder: Path, steps: int, seed: int = 0, source: Path | None
 
 
 @pytest.mark.parametrize(
-    "how", ["tied", "compiled", *(pytest.param(n, marks=pytest.mark.slow) for n in ["embed", "body", "weight", "tied by hand"])]
+    "how", ["tied", *(pytest.param(n, marks=pytest.mark.slow) for n in ["compiled", "embed", "body", "weight", "tied by hand"])]
 )
 @pytest.mark.filterwarnings("ignore")
 def test_the_outermost_model_goes_whole_out_and_in_whatever_names_its_parts_first(how: str, tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ def test_h1_w1_a_job_of_two_ranks_leaves_one_folder_one_config_one_run_one_csv_o
     assert "tokens/s" in done.output
     assert "before the first step" in done.output
 
+
+@pytest.mark.slow
+def test_a_job_goes_on_from_the_last_checkpoint_of_another(lightning_par, tmp_path):
+    assert lightning_par("train", "trainer.devices=2", *TINY).code == 0
+    (folder,) = (tmp_path / "runs").iterdir()
     again = lightning_par("train", "trainer.devices=2", *TINY, "trainer.max_steps=5", f"ckpt_path={folder}/last")
     assert again.code == 0, again.output
     assert "Trained to step 5" in again.output

@@ -294,6 +294,28 @@ def counted_singly(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return over(layers, x) / sum(len(list(layer.parameters())) for layer in layers)
 
 
+class Penalized(Model):
+    """Whose step goes through all parameters, those of other stages included."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class Asking(Model):
+    """Whose step asks for the first parameter, and for all modules."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert next(self.parameters()).dtype == torch.get_default_dtype()
+        return super().forward(ids) * bool([*self.modules()])
+
+
+def test_a_step_that_goes_through_all_parameters_is_refused() -> None:
+    with pytest.raises(PipelineError, match=r"layers\.parameters\(\) is on another pipeline stage.*weight_decay"):
+        through_the_stages(Penalized(over), torch.tensor([[1, 5, 8]]))
+    model, ids = Asking(over), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids), model(ids))
+
+
 def twice(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return over(layers, over(layers, x))
 

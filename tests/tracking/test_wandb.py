@@ -34,6 +34,7 @@ def run_jobs(folder, jobs, **environment):
     return [json.loads(line.removeprefix("CONFIG ")) for line in done.stdout.splitlines() if line.startswith("CONFIG ")]
 
 
+@pytest.mark.slow
 def test_w4_w5_each_job_of_a_process_is_a_run_of_its_own_with_its_config_from_the_start(tmp_path):
     jobs = [{"seed": 1, "parallel": {"tp": 2}}, {"seed": 2, "parallel": {"tp": 1}}]
     assert run_jobs(tmp_path, jobs) == jobs

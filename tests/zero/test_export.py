@@ -130,6 +130,7 @@ def test_Z1_tied_weights_are_exported_under_both_names_with_trained_values(tmp_p
         assert_equal(loaded[stage], export)
 
 
+@pytest.mark.slow
 def test_Z4_parameter_groups_are_exported_as_they_live_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     saved = run_world(_fit_stages, 2, Grouped, 2, tmp_path)
     straight = run_world(_fit_stages, 2, Grouped, 4)

@@ -232,6 +232,7 @@ def _updates() -> dict[tuple[str, int], Tensor]:
     return {(name, stage): _hundred_updates(half, stage) for name, half in kinds.items() for stage in STAGES}
 
 
+@pytest.mark.slow
 def test_A10_small_updates_add_up_in_a_master_and_by_chance_but_not_in_bfloat16() -> None:
     for told in run_world(_updates, 2):
         for (name, stage), weights in told.items():

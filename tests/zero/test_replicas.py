@@ -145,7 +145,9 @@ def _one_stays_away(stage: int, how: str) -> None:
     dp.finish()
 
 
-@pytest.mark.parametrize(("stage", "how"), [(0, "raises"), (1, "dies"), (2, "raises"), (3, "dies"), (1, "sleeps")])
+@pytest.mark.parametrize(
+    ("stage", "how"), [(0, "raises"), (1, "dies"), (2, "raises"), (3, "dies"), pytest.param(1, "sleeps", marks=pytest.mark.slow)]
+)
 def test_L11_a_rank_that_does_not_come_to_backward_is_an_error_not_silence(stage: int, how: str) -> None:
     start = time.monotonic()
     with pytest.raises(WorldError) as caught:
