@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from torch import nn
@@ -192,6 +193,7 @@ def cut(module: nn.Module, placement: Placement, stages: Collection[int], uses: 
     name, uses = placement.layers, uses or Uses()
     layers = StageLayers(module.get_submodule(name), spans, stages=len(placement.spans), name=name, traces=uses.traces, spare=uses.spare)
     _replace(module, placement.layers, layers)
+    in_step = partial(getattr, layers, "in_step")
     here = [*(placement.before if 0 in spans else ()), *(placement.after if len(placement.spans) - 1 in spans else ())]
     for name in dict.fromkeys([*placement.before, *placement.after]):
         part = module.get_submodule(name)
@@ -199,7 +201,7 @@ def cut(module: nn.Module, placement: Placement, stages: Collection[int], uses: 
             if name in placement.before:
                 Apart(part)
         else:
-            _replace(module, name, BeforeLayers(part) if name in placement.before else AfterLayers(part, name))
+            _replace(module, name, BeforeLayers(part, in_step) if name in placement.before else AfterLayers(part, name))
     return layers
 
 

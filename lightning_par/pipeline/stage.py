@@ -110,25 +110,36 @@ class BeforeLayers(StandIn):
     the meta device is known for the next call with the same forms and plain values, unless it draws random numbers: they go on.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, in_step: Callable[[], bool] = lambda: False) -> None:
         example = next(p for p in module.parameters())
         dtype = example.dtype if example.is_floating_point() else torch.get_default_dtype()
-        self._begin(on_meta(module), torch.full((), torch.nan, dtype=dtype, device=example.device), {})
+        self._begin(on_meta(module), torch.full((), torch.nan, dtype=dtype, device=example.device), {}, in_step)
 
-    def _begin(self, module: nn.Module, nan: Tensor, known: dict[Hashable, Any], *, is_part: bool = False) -> None:
+    def _begin(
+        self, module: nn.Module, nan: Tensor, known: dict[Hashable, Any], in_step: Callable[[], bool], *, is_part: bool = False
+    ) -> None:
         super().__init__(module)
-        self._hide(_nan=nan, _known=known, _is_part=is_part, training=module.training)
+        self._hide(_nan=nan, _known=known, _in_step=in_step, _is_part=is_part, training=module.training)
 
     @override
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, nn.Module) and not isinstance(value, nn.ModuleList | nn.ModuleDict):
             part = BeforeLayers.__new__(BeforeLayers)
-            part._begin(value, self._nan, self._known, is_part=True)
+            part._begin(value, self._nan, self._known, self._in_step, is_part=True)
             return part
         if isinstance(value, Tensor) and has_gradient(value.dtype):
-            return self._nan.to(value.dtype).expand(value.shape)
+            return self._unknown(value)
         return partial(self._answer, value) if ismethod(value) and value.__self__ is self._stands_for else value
+
+    @override
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Those of the module while a step runs; at other times none, since what a rank trains is what it holds."""
+        everything = self._stands_for.named_parameters(*args, **kwargs) if self._in_step() else ()
+        return ((name, self._unknown(parameter)) for name, parameter in everything)
+
+    def _unknown(self, like: Tensor) -> Tensor:
+        return self._nan.to(like.dtype).expand(like.shape)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,6 +312,11 @@ class StageLayers(nn.ModuleList):
         finally:
             self._now = None
             self._watched.add(kind)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a stage is active."""
+        return self._now is not None
 
     @property
     def received(self) -> list[Tensor]:

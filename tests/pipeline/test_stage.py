@@ -309,6 +309,19 @@ class Asking(Model):
         return super().forward(ids) * bool([*self.modules()])
 
 
+class PenalizedBefore(Model):
+    """Whose step goes through the parameters of a module before the layers."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + sum(parameter.square().sum() for parameter in self.embed.parameters())
+
+
+def test_parameters_of_the_first_stage_are_not_known_to_a_step_of_the_last() -> None:
+    model, ids = PenalizedBefore(over), torch.tensor([[1, 5, 8]])
+    assert through_the_stages(model, ids, 3).isnan().all(), "a loss that the engine refuses"
+    assert torch.equal(through_the_stages(model, ids, 1), model(ids))
+
+
 def test_a_step_that_goes_through_all_parameters_is_refused() -> None:
     with pytest.raises(PipelineError, match=r"layers\.parameters\(\) is on another pipeline stage.*weight_decay"):
         through_the_stages(Penalized(over), torch.tensor([[1, 5, 8]]))
