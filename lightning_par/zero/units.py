@@ -258,6 +258,8 @@ def _hook(host: nn.Module, numbers: list[int], residency: Residency, *, part: bo
             _before_backward(output, lambda: residency.use_together(numbers))
         return output
 
+    if not part:  # whoever compiles more than a unit must end his graph here: values come and go
+        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
     # called after an exception too: non-reentrant checkpointing ends a recomputation with one
     return [host.register_forward_pre_hook(before), host.register_forward_hook(after, always_call=True)]
 
