@@ -73,8 +73,8 @@ class Apart:
 
     def __init__(self, module: nn.Module) -> None:
         self._states: list[tuple[Tensor, Any, Tensor | None]] = []
-        module.register_forward_pre_hook(self._enter, prepend=True)
-        module.register_forward_hook(self._leave, always_call=True)
+        module.register_forward_pre_hook(torch.compiler.disable(self._enter), prepend=True)
+        module.register_forward_hook(torch.compiler.disable(self._leave), always_call=True)
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         number, device = pass_by(), _module_of(next(module.parameters()).device)

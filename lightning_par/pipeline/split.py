@@ -31,6 +31,7 @@ from functools import partial
 from itertools import accumulate
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from lightning_par.layout import Span
 from lightning_par.numerics import Apart
@@ -117,6 +118,7 @@ def place(
     """
     name = find_layers(module, layers)
     _check_list(module.get_submodule(name), name)
+    _check_compiled(module, name)
     members = module.get_submodule(name)._modules
     blocks = list(members.values())
     if len(blocks) < stages:
@@ -140,6 +142,19 @@ def place(
     placement = Placement(name, tuple(members), tuple(spans), tuple(before), tuple(after))
     _check_between(placement, uses or Uses())
     return placement
+
+
+def _check_compiled(module: nn.Module, layers: str) -> None:
+    """No graph may run from one stage into another."""
+    path = layers.split(".")
+    for depth in range(len(path)):
+        part = module.get_submodule(".".join(path[:depth]))
+        has_graph = part._compiled_call_impl is not None or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")
+        if has_graph or isinstance(part, OptimizedModule):
+            raise PipelineError(
+                f"{'.'.join(path[:depth]) or type(module).__name__} was compiled as a whole (torch.compile), with {layers} in it, which a "
+                f"pipeline spreads over its stages: compile each layer instead, for layer in {layers}: layer.compile(); or use pp=1"
+            )
 
 
 def _check_list(layers: nn.Module, name: str) -> None:

@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def backward_summing(outputs: Sequence[GradientEdge], grads: Sequence[Tensor], w
     wanted = [GradientEdge(leaf, 0) for leaf in leaves if leaf.variable not in summed] + [GradientEdge(use.node, 0) for use in found]
     with ExitStack() as stack:
         for use in found:
-            stack.callback(use.node.register_prehook(use.add).remove)
+            stack.callback(use.node.register_prehook(partial(use.add, _stream_of(use.weight))).remove)
         torch.autograd.backward(outputs, grads, inputs=wanted)
     lost = sum(not use.is_added for use in found)
     assert not lost, f"autograd did not come to {lost} of the nodes that were to add"
@@ -75,18 +76,38 @@ class _Use(ABC):
 
     @abstractmethod
     def can_add(self) -> bool:
-        """Whether what is there will do for ``sum_up``; called once, before it."""
+        """Whether what is there will do for ``sum_up``."""
+
+    @property
+    @abstractmethod
+    def saved(self) -> Tensor:
+        """What the node keeps for the gradient of the weight."""
 
     @abstractmethod
-    def sum_up(self, dy: Tensor) -> None:
+    def sum_up(self, sum_: Tensor, dy: Tensor) -> None:
         """Add the gradient of the weight, by that of the node's output."""
 
-    def add(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """A hook of the node, before it runs."""
+    def add(self, stream: torch.cuda.Stream | None, gradients: tuple[Tensor | None, ...]) -> None:
+        """A hook of the node, before it runs.
+
+        On a GPU a node runs on the stream of its forward. Sums are all made on the caller's, ``stream``: one after another, and the caller
+        need not wait for those on others, as he would not for autograd's.
+        """
         self.is_added = True
         (dy,) = gradients
-        if dy is not None:
-            self.sum_up(dy)
+        if dy is None:
+            return
+        if self.weight.grad is None:  # somebody has taken it away since
+            self.weight.grad = torch.zeros_like(self.weight)
+        now = _stream_of(self.weight)
+        if now == stream:
+            self.sum_up(self.weight.grad, dy)
+            return
+        stream.wait_stream(now)
+        with torch.cuda.stream(stream):
+            self.sum_up(self.weight.grad, dy)
+        for tensor in (dy, self.saved):
+            tensor.record_stream(stream)
 
 
 class _Product(_Use):
@@ -95,21 +116,24 @@ class _Product(_Use):
     def __init__(self, node: Node, weight: Tensor, transposed: bool) -> None:
         super().__init__(node, weight)
         self.transposed = transposed
-        self.first: Tensor | None = None  # until it was needed: the node lets go of it then
 
     @override
     def can_add(self) -> bool:
-        self.first = _saved(self.node, _FIRST_FACTORS[type(self.node).__name__])
-        second = _saved(self.node, "mat2")  # each is saved for the gradient of the other
-        if self.first is None or second is None or second._backward_hooks or second.retains_grad:
+        first, second = self.saved, _saved(self.node, "mat2")  # each is saved for the gradient of the other
+        if first is None or second is None or second._backward_hooks or second.retains_grad:
             return False
-        return _is_plain(self.first) and _takes(self.weight.grad, self.first.dtype)
+        return _is_plain(first) and _takes(self.weight.grad, first.dtype)
+
+    @property
+    @override
+    def saved(self) -> Tensor:
+        return _saved(self.node, _FIRST_FACTORS[type(self.node).__name__])
 
     @override
-    def sum_up(self, dy: Tensor) -> None:
-        x, self.first = self.first, None
+    def sum_up(self, sum_: Tensor, dy: Tensor) -> None:
+        x = self.saved
         factors = (dy.t(), x) if self.transposed else (x.t(), dy)
-        self.weight.grad.addmm_(*factors, alpha=getattr(self.node, "_saved_alpha", 1))
+        sum_.addmm_(*factors, alpha=getattr(self.node, "_saved_alpha", 1))
 
 
 class _Lookup(_Use):
@@ -117,27 +141,32 @@ class _Lookup(_Use):
 
     @override
     def can_add(self) -> bool:
-        if self.node._saved_sparse or self.node._saved_scale_grad_by_freq or _saved(self.node, "indices") is None:
+        if self.node._saved_sparse or self.node._saved_scale_grad_by_freq or self.saved is None:
             return False
         return _takes(self.weight.grad, self.weight.dtype)
 
+    @property
     @override
-    def sum_up(self, dy: Tensor) -> None:
-        places, padding = self.node._saved_indices, self.node._saved_padding_idx
+    def saved(self) -> Tensor:
+        return _saved(self.node, "indices")
+
+    @override
+    def sum_up(self, sum_: Tensor, dy: Tensor) -> None:
+        places, padding = self.saved, self.node._saved_padding_idx
         if padding < len(self.weight):  # else there is none
             dy = dy.masked_fill((places == padding).unsqueeze(-1), 0)
         places, rows = places.reshape(-1), dy.reshape(-1, dy.shape[-1])
         if dy.device.type == "cpu":
-            self.weight.grad.index_add_(0, places, rows)
+            sum_.index_add_(0, places, rows)
         else:  # in the same order every time, as autograd's own
-            self.weight.grad.index_put_((places,), rows, accumulate=True)
+            sum_.index_put_((places,), rows, accumulate=True)
 
 
 def _find(outputs: Sequence[GradientEdge], weights: Collection[Tensor]) -> tuple[list[Node], list[_Use]]:
     """The nodes of all parameters, and the nodes that can add. See Note [Sums of products]."""
     leaves: dict[Tensor, list[Node]] = defaultdict(list)
     uses: dict[Node, list[tuple[Node, bool]]] = defaultdict(list)  # of parameters and transposes: by whom, and whether as its last input
-    todo = [edge.node for edge in outputs]
+    todo = list({edge.node: None for edge in outputs})
     for node in todo:
         uses[node].append((node, False))  # by the caller
     seen = set(todo)
@@ -161,7 +190,7 @@ def _find(outputs: Sequence[GradientEdge], weights: Collection[Tensor]) -> tuple
     found: list[_Use] = []
     for weight in weights:
         nodes = leaves.get(weight, ())
-        if len(nodes) == 1 and not weight._backward_hooks and not _has_hooks(nodes[0]):
+        if len(nodes) == 1 and weight.requires_grad and not weight._backward_hooks and not _has_hooks(nodes[0]):
             ways = list(_uses_of(nodes[0], uses))
             if all(ways):
                 found += ways
@@ -199,6 +228,11 @@ def _has_hooks(node: Node) -> bool:
 
 def _nothing(*_: object) -> None:
     """A hook that does nothing."""
+
+
+def _stream_of(tensor: Tensor) -> torch.cuda.Stream | None:
+    """Where work on a tensor is queued now; None on a device without streams."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def _takes(sum_: Tensor, dtype: torch.dtype) -> bool:

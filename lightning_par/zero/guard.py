@@ -71,7 +71,8 @@ def _guarded(value: Any) -> list[GuardedParameter]:
 
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "is_cpu", "is_cuda", "is_meta", "is_sparse"),
-    *("requires_grad", "grad", "_grad", "grad_fn", "is_leaf", "output_nr", "_post_accumulate_grad_hooks", "_backward_hooks"),
+    *("requires_grad", "retains_grad", "grad", "_grad", "grad_fn", "is_leaf", "output_nr"),
+    *("_post_accumulate_grad_hooks", "_backward_hooks"),
 )
 _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "is_contiguous"),

@@ -261,3 +261,19 @@ def test_a_placement_is_plain_data() -> None:
 def test_P1_each_layer_stands_on_exactly_one_stage(spans: list[tuple[int, int]], reason: str) -> None:
     with pytest.raises(PipelineError, match=f"each layer must stand on exactly one stage, in the model's order; but there is .*{reason}"):
         Placement("h", ("0", "1", "2", "3"), tuple(Span(*span) for span in spans), (), ())
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped", "its forward"])
+def test_a_model_that_was_compiled_as_a_whole_is_refused(how: str) -> None:
+    model = nn.Module()
+    model.net = nn.Module()
+    model.net.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    if how == "in place":
+        model.net.compile(backend="eager")
+    elif how == "wrapped":
+        model.net = torch.compile(model.net, backend="eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="eager")
+    name = {"in place": "net", "wrapped": "net", "its forward": "Module"}[how]
+    with pytest.raises(PipelineError, match=rf"{name} was compiled as a whole.*: layer\.compile\(\)"):
+        place(model, 2)

@@ -161,8 +161,69 @@ class _WithVariable(torch.autograd.Function):
         return 2 * grad
 
 
-OWN = [Conv1D, NoWayOn, UsedOtherwise, Reentrant, CutOff, Looked, LookedOtherwise, HookOnTranspose, HooksOnNodes, OneWeightTwoNodes]
-KINDS = [*STAGES, *OWN, Variable]
+class ReturnedTwice(Stage):
+    """A product and an embedding that are outputs themselves, and twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        product, rows = self.a(x.flatten(0, 1)), self.table((x[..., 0].detach().abs() * 7).long() % 5)
+        return product, rows, product, rows, self.b(x)
+
+
+class WeightReturned(Stage):
+    """A weight that is an output itself, beside its product."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.b.weight
+
+
+class Sparse(Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x + self.table((x[..., 0].detach().abs() * 7).long() % 5))
+
+
+class RetainedTranspose(Stage):
+    """Whose user looks at the gradient of a transpose."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.transposed = self.b.weight.t()
+        self.transposed.retain_grad()
+        return super().forward(x @ self.transposed)
+
+
+class FrozenAfterwards(Stage):
+    """From the second pass on a weight needs no gradient any more when backward begins: autograd adds none."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.passes += 1
+        self.b.requires_grad_(True)
+        y = super().forward(x)
+        self.b.requires_grad_(self.passes == 1)
+        return y
+
+
+class CutOffSometimes(Stage):
+    """From the second pass on a custom function has no gradient for the product before it."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.passes += 1
+        y = self.b(x)
+        return (_NoGradient.apply(y) if self.passes > 1 else y) + self.a(x)
+
+
+OWN = [kind for kind in Stage.__subclasses__() if kind.__module__ == __name__]
+KINDS = [*STAGES, *OWN]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -197,6 +258,11 @@ def test_sums_are_those_of_autograd(kind: type[Stage]) -> None:
         (HooksOnNodes, {"last.weight"}),
         (OneWeightTwoNodes, {"a.weight"}),
         (Variable, {"a.weight", "b.weight"}),
+        (ReturnedTwice, {"a.weight", "b.weight", "table.weight"}),
+        (WeightReturned, {"a.weight"}),
+        (Sparse, {"a.weight", "b.weight"}),
+        (RetainedTranspose, {"a.weight"}),
+        (CutOffSometimes, {"a.weight", "b.weight"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -239,6 +305,28 @@ def test_gradients_of_another_dtype_are_left_to_autograd() -> None:
         (2 * once(torch.ones(2, 3, WIDTH)).sum()).backward()
     for got, wanted in zip(stage.parameters(), once.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_a_gradient_that_was_taken_away_meanwhile_begins_anew() -> None:
+    weights: list[Tensor] = []
+
+    def take(grad: Tensor) -> None:
+        for weight in weights:
+            weight.grad = None
+
+    class Taking(Stage):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            y.register_hook(take)
+            return y
+
+    stage = build(Taking)
+    _, once, _ = run(stage, whole)
+    once = [grad.clone() for grad in once]
+    weights += [stage.a.weight, stage.b.weight]
+    summed(stage)
+    for got, wanted in zip(weights, (once[0], once[2]), strict=True):
+        torch.testing.assert_close(got.grad, wanted, rtol=1e-13, atol=1e-13)
 
 
 def test_a_graph_that_was_used_up_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -42,14 +43,22 @@ def _reference(name: str) -> Run:
     return fit(partial(_module, name), LOADER, precision="32-true", validation=LOADER)
 
 
+GPT2_AT_STAGE_3 = {"pp": 2, "microbatches": 3, "dp": 2, "zero": 3, "zero_options": {"min_unit_mb": 0}}
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("llama", {"tp": 2}), ("llama", {"pp": 2}), ("llama", {"cp": 2}), ("llama", {"zero": 1, "dp": 2}), ("gpt2", {"pp": 2})],
+    [
+        *(("llama", layout) for layout in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {"zero": 1, "dp": 2})),
+        ("gpt2", {"pp": 2}),
+        pytest.param("gpt2", GPT2_AT_STAGE_3, marks=pytest.mark.slow, id="gpt2-pp dp zero3"),
+    ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_an_untouched_model_equals_one_process(name: str, layout: dict[str, Any]) -> None:
-    runs = fit_world(partial(_module, name), LOADER, layout, 2, precision="32-true", validation=LOADER)
+    ranks = prod(layout.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
+    runs = fit_world(partial(_module, name), LOADER, layout, ranks, precision="32-true", validation=LOADER)
     assert_same(runs, _reference(name), tolerance=1e-5)
 
 
