@@ -1,6 +1,6 @@
 """Level 3. Pipeline parallelism: schedules as data, and an engine that runs them on an unmodified forward."""
 
-from lightning_par.pipeline.aside import aside
+from lightning_par.pipeline.aside import aside, unchanged
 from lightning_par.pipeline.draw import draw
 from lightning_par.pipeline.engine import Pipeline
 from lightning_par.pipeline.errors import PipelineError
@@ -37,5 +37,6 @@ __all__ = [
     "simulate",
     "spread",
     "training_plan",
+    "unchanged",
     "weigh",
 ]

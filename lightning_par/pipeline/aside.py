@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,6 +53,34 @@ def lent(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unchanged(things: Iterable[Any]) -> Iterator[None]:
+    """Afterwards the attributes of these objects are what they were, and generators of random numbers among them where they were.
+
+    What is changed within an attribute (a list that grows) stays so: data is not copied.
+    """
+    with ExitStack() as stack:
+        for thing in things:
+            attributes = getattr(thing, "__dict__", {})
+            for value in (thing, *attributes.values()):
+                if isinstance(value, GENERATORS):
+                    stack.callback(_state_of(value))
+            stack.callback(lambda attributes=attributes, before=dict(attributes): (attributes.clear(), attributes.update(before)))
+        yield
+
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _state_of(generator: Any) -> Restore:
+    """What puts a generator of random numbers back to where it is now."""
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(generator.set_state, generator.get_state())
+
+
 def _remember(value: Any, known: set[int]) -> Iterator[Restore]:
     """What puts a value, and all that lies in it, back to what it is now: containers, tensors and generators; anything else is as it is."""
     if id(value) in known or isinstance(value, nn.Module | nn.Parameter):
@@ -58,9 +89,8 @@ def _remember(value: Any, known: set[int]) -> Iterator[Restore]:
     if isinstance(value, Tensor):
         before = value.detach().clone()
         yield lambda: value.detach().copy_(before)
-    elif isinstance(value, torch.Generator):
-        state = value.get_state()
-        yield lambda: value.set_state(state)
+    elif isinstance(value, GENERATORS):
+        yield _state_of(value)
     elif isinstance(value, dict):
         items = dict(value)
         yield lambda: (value.clear(), value.update(items))

@@ -235,6 +235,8 @@ class HybridParallelStrategy(ParallelStrategy):
             if self._layer_sync is not None:
                 synchronize_batch_norms(module, self.mesh.data)
             self.precision_plugin.convert_module(module)
+            if self.precision_plugin.mode.weights is not None:
+                seams.tell_dtype(module, self.precision_plugin.mode.weights)
             self.precision_plugin.use(self.root_device, None)
             rehearsal = self._rehearsal(trainer, module) if self.layout.pp > 1 else None
             self._assembled = assemble(module, self.mesh, self.root_device, rehearsal)

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from operator import or_
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_par.comm import Mesh
-from lightning_par.pipeline import LayerCosts, NumbersError, PipelineError, Uses, aside, dry_run, find_layers, weigh
+from lightning_par.pipeline import LayerCosts, NumbersError, PipelineError, Uses, aside, dry_run, find_layers, unchanged, weigh
 from lightning_par.strategy import seams
 from lightning_par.strategy.steps import Step, StepRunner
 
@@ -115,7 +116,7 @@ class Rehearsal:
         trainer = self._module.trainer
         loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
         data, states = vars(trainer.datamodule) if trainer.datamodule is not None else {}, isolate_rng()
-        attributes = dict(data)
+        attributes, stops = dict(data), trainer.should_stop
         states.__enter__()
         try:
             with aside(self._module):
@@ -124,7 +125,7 @@ class Rehearsal:
             states.__exit__(None, None, None)  # also where the step has failed
             data.clear()
             data.update(attributes)
-            trainer.loggers = loggers
+            trainer.loggers, trainer.should_stop = loggers, stops
 
     def _arguments(self, fn: TrainerFn, source: TrainerFn) -> tuple[Step, tuple[Any, ...], dict[str, int]]:
         """A step, and its arguments as Lightning gives them for the first batch."""
@@ -188,6 +189,29 @@ def sample(data: Any) -> Any:
 
 
 def _first_batch(loader: DataLoader) -> Any:
+    """A batch of the first samples; the dataset and the collate function are as before, so that the run draws what it would have drawn."""
+    with unchanged(_parts(loader.dataset, loader.collate_fn)):
+        return _collated(loader)
+
+
+def _parts(*things: Any) -> Iterator[Any]:
+    """These objects, and those that stand behind them: of subsets and concatenations, methods and partial functions."""
+    todo, seen = list(things), set[int]()
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, type | ModuleType):
+            continue
+        seen.add(id(thing))
+        yield thing
+        if isinstance(thing, partial):
+            todo += [thing.func, *thing.args, *thing.keywords.values()]
+        else:
+            several = getattr(thing, "datasets", None)
+            todo += [getattr(thing, name, None) for name in ("dataset", "__self__")]
+            todo += several if isinstance(several, list | tuple) else []
+
+
+def _collated(loader: DataLoader) -> Any:
     size = 1 if loader.batch_sampler is None else loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if size is None:
         raise NoSampleError(f"the {type(loader.batch_sampler).__name__} of the dataloader does not tell its batch_size")

@@ -19,6 +19,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
@@ -84,6 +85,7 @@ __all__ = [
     "set_metrics",
     "set_up_again",
     "takes_batches",
+    "tell_dtype",
     "train_loaders",
     "transferred",
     "update_plateaus",
@@ -503,3 +505,8 @@ def pass_on_zero_grad(strategy: pl.strategies.Strategy) -> None:
     """What modules get from ``self.optimizers()`` inherits the ``zero_grad`` of the optimizer's class; it takes the optimizer's own."""
     for wrapper in strategy._lightning_optimizers:
         wrapper.zero_grad = wrapper.optimizer.zero_grad
+
+
+def tell_dtype(module: pl.LightningModule, dtype: torch.dtype) -> None:
+    """``dtype`` of the module, and of modules of Lightning in it, is this from now on, as after ``module.to(dtype)``."""
+    _update_properties(module, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from collections.abc import Iterator
@@ -10,13 +11,24 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from torchmetrics import MeanMetric
 
 from lightning_par import HybridParallelStrategy
@@ -414,3 +426,54 @@ def _attended(where: str) -> str:
 def test_what_layers_return_besides_is_used_in_some_steps(where: str, refusal: str) -> None:
     """Never a wrong number: who uses what has stayed on another stage is told, wherever a dry run could not see it."""
     assert any(refusal in text for text in run_world(_attended, 2, where, timeout=60))
+
+
+class Drawing(Dataset):
+    """Adds noise that it draws itself, and counts."""
+
+    def __init__(self, kind: str) -> None:
+        make = {"torch": torch.Generator().manual_seed, "numpy": np.random.default_rng, "python": random.Random}[kind]
+        self.kind, self.generator, self.count = kind, make(7), 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        self.count += 1
+        draw = {"torch": lambda: torch.rand(1, generator=self.generator).item(), "numpy": lambda: self.generator.random()}
+        noise = draw.get(self.kind, lambda: self.generator.random())()
+        return torch.full((4,), noise + 0.01 * self.count, dtype=torch.float64), place % 2
+
+    def collate(self, weight: float, samples: list[Any]) -> list[Tensor]:
+        x, y = default_collate(samples)
+        return [x * weight * (1 + 0.1 * self.count), y]
+
+
+def drawn(kind: str, num_replicas: int = 1, rank: int = 0) -> DataLoader:
+    data = Drawing(kind)
+    return DataLoader(ConcatDataset([Subset(data, range(12))]), batch_size=6, collate_fn=partial(data.collate, 0.5))
+
+
+@pytest.mark.parametrize("kind", ["torch", pytest.param("numpy", marks=pytest.mark.slow), pytest.param("python", marks=pytest.mark.slow)])
+def test_data_that_draws_and_counts_is_as_if_nobody_had_looked(kind: str) -> None:
+    data = partial(drawn, kind)
+    assert_same(fit_world(Disordered, data, {"pp": 2}, 2, gradient_clip_val=None), fit(Disordered, data, gradient_clip_val=None))
+
+
+class Ending(Disordered):
+    """Ends the fit when it validates, which it does not."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.trainer.should_stop = True
+
+
+class AskingForItsDtype(Disordered):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.dtype == torch.float64
+        return super().training_step([batch[0].to(self.device, self.dtype), batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize("module", [Ending, AskingForItsDtype])
+def test_trainer_and_module_are_as_in_one_process(module: Any) -> None:
+    assert_same(fit_world(module, rows, {"pp": 2}, 2, gradient_clip_val=None), fit(module, rows, gradient_clip_val=None))
