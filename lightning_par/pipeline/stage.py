@@ -7,7 +7,8 @@ stage with layers ``first .. last`` is active, calling
 
 =======================================  =================================================================================
 a module before the layers               gives NaN of the right shape, dtype and device on all but stage 0
-layer ``i < first``                      gives what layer ``first - 1`` returned on the previous stage
+layer ``i < first - 1``                  gives NaN, too, of the shape and dtype of what follows
+layer ``first - 1``                      gives what it returned on the previous stage
 layer ``first .. last``                  runs it
 any layer after ``last``                 raises ``StageExit`` with what layer ``last`` returned
 a module after the layers                runs it; only the last stage gets there
@@ -24,22 +25,21 @@ rotary angles), and if a layer's output goes nowhere but into the next layer. Th
 the loop changes the hidden state between the layers    refused where a stage ends: the call after its last layer must be given
 (``x = x + layer(x)``)                                  every tensor which that layer returned
 the loop keeps what a layer returns besides the         refused: within a stage, too, every tensor but the first (the hidden
-hidden state (``x, aux = layer(x); total += aux``)      state) must be given to the next layer. The layers of earlier stages all
-                                                        answer with the same output, so a sum over layers would be wrong. If a dry run
-                                                        has seen that nobody uses it, it stays on its stage, and others that use it
-                                                        after all, in another step, are told
+hidden state (``x, aux = layer(x); total += aux``)      state) must be given to the next layer: others know what the last layer of
+                                                        a stage returned, but of no other. If a dry run has seen that nobody uses it,
+                                                        it stays on its stage, and who uses it after all, in another step, is told
 a module's output goes to every layer, or past them     right where a dry run has seen it (the module is then on every stage that
 (``layer(x, embedding)``)                               uses it), also of masks and indices that the step makes of it; else the
                                                         stand-ins' NaN reaches the loss, and whole numbers of a module are refused
 a layer leaves something on an attribute, the step      refused where a dry run has seen it, or a stage comes upon a part, a weight or
 calls a part of one, or uses a weight of it             such an attribute of a layer that it has not
-the loop hands an output on, unchanged, and uses it a   refused where a dry run has seen it, unless no stage begins in between
-second time (``total += probe(x)``)
+the loop hands an output on, unchanged, and uses it a   refused where a dry run has seen it, unless no stage begins in between;
+second time (``total += probe(x)``)                     else the NaN of earlier layers reaches the loss
 ======================================================  ==================================================================
 
-A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``. What cannot be seen is a loop that changes an
-output in place, or, where the step cannot run dry, uses one a second time, or makes a mask or an index of what only the first stage
-computes: no number is greater than NaN.
+A loss that is NaN for such a reason is refused. A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``.
+What cannot be seen is a loop that changes an output in place, or, where the step cannot run dry, makes a mask or an index of what only
+other stages compute: no number is greater than NaN.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from inspect import ismethod
 from types import FrameType
 from typing import Any
@@ -62,7 +62,7 @@ from typing_extensions import override
 
 from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
-from lightning_par.pipeline.boundary import Withheld, form_of, has_gradient, is_plain, tensors_of
+from lightning_par.pipeline.boundary import NotSent, Withheld, form_of, has_gradient, is_plain, tensors_of
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.segments import Extra
 from lightning_par.pipeline.shown import HOW_TO_CARRY, Elsewhere, Shown, not_here, seen_from_afar
@@ -249,6 +249,11 @@ class _Pass:
     output: Any = None  # what it returned
     passed: set[int] = field(default_factory=set)  # layers of earlier stages that were called
 
+    @cached_property
+    def passed_by(self) -> Any:
+        """What layers before the last of an earlier stage answer: nobody here knows what they returned."""
+        return tree_map_only(Tensor, _as_unknown, self.received)
+
     @property
     def is_done(self) -> bool:
         return self.ran == self.span.stop - 1
@@ -419,8 +424,9 @@ class StageLayers(nn.ModuleList):
             raise PipelineError(f"{self._name}.{index} is on another pipeline rank: layers run only within the trainer's steps")
         if index < now.span.start:
             self._check_passing(now, index)
-            if index == now.span.start - 1:
-                now.reached()
+            if index < now.span.start - 1:
+                return now.passed_by
+            now.reached()
             return now.received
         if not now.is_done:
             raise PipelineError(
@@ -484,6 +490,11 @@ def on_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(module, memo)
+
+
+def _as_unknown(tensor: Tensor) -> Tensor:
+    known = isinstance(tensor, NotSent) or not has_gradient(tensor.dtype)
+    return tensor if known else torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
 
 
 def _is_after_parameters(frame: FrameType) -> bool:

@@ -253,8 +253,9 @@ class StepRunner:
         when = "of the first batch is NaN" if "train" not in self._verified else "is NaN, and what the stage before sent is not,"
         return RuntimeError(
             f"the loss {when} on the last pipeline stage. Unless it is in one process too, the model uses after its layers (or inside "
-            f"layers of later stages) what only the first stage computes; there are: {before}. Pass it through the layers' outputs, name "
-            "modules that are used after the layers (pipeline_after = ['model.norm'] on your module), or use pp=1"
+            f"layers of later stages) what only earlier stages compute: an early layer's output, or a module before the layers ({before}). "
+            "Pass it through the layers' outputs, name modules that are used after the layers (pipeline_after = ['model.norm'] on your "
+            "module), or use pp=1"
         )
 
     def _loss_of(self, output: Any) -> Tensor | None:

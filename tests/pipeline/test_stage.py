@@ -294,6 +294,21 @@ def counted_singly(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return over(layers, x) / sum(len(list(layer.parameters())) for layer in layers)
 
 
+def collecting(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    states = []
+    for layer in layers:
+        x = layer(x)
+        states.append(x)
+    return x + states[1]
+
+
+def test_outputs_of_earlier_layers_are_unknown_and_not_taken_for_others() -> None:
+    """Where no dry run has seen it; within a stage, and from the last layer of the one before, they are there."""
+    model, ids = Model(collecting), torch.tensor([[1, 5, 8]])
+    assert through_the_stages(model, ids, 3).isnan().all()
+    assert torch.equal(through_the_stages(model, ids, 2, stages=2), model(ids))
+
+
 class Penalized(Model):
     """Whose step goes through all parameters, those of other stages included."""
 

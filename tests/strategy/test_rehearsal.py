@@ -477,3 +477,39 @@ class AskingForItsDtype(Disordered):
 @pytest.mark.parametrize("module", [Ending, AskingForItsDtype])
 def test_trainer_and_module_are_as_in_one_process(module: Any) -> None:
     assert_same(fit_world(module, rows, {"pp": 2}, 2, gradient_clip_val=None), fit(module, rows, gradient_clip_val=None))
+
+
+class Collected(Disordered):
+    """Goes back to what an early layer returned, in some steps only: behind what a dry run saw."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def _step(self, batch: list[Tensor], back: bool) -> Tensor:
+        x, states = self.embed(batch[0]), []
+        for layer in self.layers:
+            x = layer(x)
+            states.append(x)
+        return F.cross_entropy(self.head(self.norm(x + states[0] if back else x)), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self._step(batch, self.where == "later" and self.global_step > 0)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self._step(batch, self.where == "test"))
+
+
+def _collected(where: str) -> Any:
+    trainer = L.Trainer(devices=2, strategy=HybridParallelStrategy(pp=2), max_steps=2, precision="64-true", **QUIET)
+    module = Collected(where)
+    try:
+        trainer.fit(module, rows(), rows())
+        return trainer.test(module, rows(), verbose=False)[0]["test_loss"]
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_early_outputs_that_are_used_in_some_steps_are_nan_never_those_of_another_layer() -> None:
+    assert any("what only earlier stages compute" in str(told) for told in run_world(_collected, 2, "later", timeout=60))
+    assert all(np.isnan(told) for told in run_world(_collected, 2, "test", timeout=60))
