@@ -109,8 +109,8 @@ class Known:
 
     def _beside(self, tensors: list[Tensor]) -> dict[Tensor, Tensor]:
         """The numbers of these, and all that lie in the same memory."""
-        memories = {_memory(self._numbers[tensor][0]) for tensor in tensors}
-        return {other: number for other, (number, _) in self._numbers.items() if _memory(number) in memories} if memories else {}
+        memories = {memory_of(self._numbers[tensor][0]) for tensor in tensors}
+        return {other: number for other, (number, _) in self._numbers.items() if memory_of(number) in memories} if memories else {}
 
     def _number(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -130,10 +130,10 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _State:
-        return cls(_memory(tensor), None if tensor.is_inference() else tensor._version)
+        return cls(memory_of(tensor), None if tensor.is_inference() else tensor._version)
 
 
-def _memory(tensor: Tensor) -> UntypedStorage | None:
+def memory_of(tensor: Tensor) -> UntypedStorage | None:
     """Where a tensor's elements lie, if it is strided. Views share it."""
     try:
         return tensor.untyped_storage()

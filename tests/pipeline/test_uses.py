@@ -246,14 +246,56 @@ def test_what_has_no_gradient_is_right_on_every_stage_that_uses_it(loop: Any, ki
         assert torch.equal(through_the_stages(model, x, placement), model(x))
 
 
+def written(write: Callable[[Tensor], Any], mask: Tensor) -> Tensor:
+    """Zeros, after that."""
+    write(zeros := torch.zeros(mask.shape, dtype=mask.dtype))
+    return zeros
+
+
+MASKS = {
+    "written into a slice": lambda mask: written(lambda x: x[:, :3].copy_(mask[:, :3]), mask),
+    "written into a view": lambda mask: written(lambda x: x.view(-1).copy_(mask.view(-1)), mask),
+    "written into a row": lambda mask: written(lambda x: x[0].copy_(mask[0]), mask),
+    "written into a chunk": lambda mask: written(lambda x: x.chunk(2, -1)[0].add_(mask[:, :2]), mask),
+    "set as data": lambda mask: written(lambda x: setattr(x, "data", mask), mask),
+    "a parameter": lambda mask: nn.Parameter(mask, requires_grad=False),
+    "new_tensor": lambda mask: mask.new_tensor(mask.clone()),
+    "full": lambda mask: torch.full((WIDTH,), mask.mean()),
+    "full_like": lambda mask: torch.full_like(mask, fill_value=mask.mean()),
+    "new_full": lambda mask: mask.new_full((WIDTH,), mask.mean()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("make", MASKS.values(), ids=list(MASKS))
+def test_what_is_without_a_gradient_is_followed_through_memory(make: Callable[[Tensor], Tensor]) -> None:
+    def loop(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+        mask = make((shift > 0).to(x.dtype))
+        for layer in layers:
+            x = layer(x, mask)
+        return x
+
+    torch.manual_seed(0)
+    model, x = Looped(loop), torch.randn(5, WIDTH)
+    placement = place(model, 3, uses=dry_run(model, "layers", model, x))
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, placement), model(x))
+
+
 def branched(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
     factor = 2.0 if x.mean() > -9 else 3.0
     return run(layers, x + shift) * factor
 
 
-def test_a_module_of_whose_output_the_step_wants_numbers_is_on_every_stage() -> None:
+def repeated(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    count = torch.repeat_interleave(x[:2, 0], (x[:2, 0] < 9).long())
+    return run(layers, x + shift) * len(count)
+
+
+@pytest.mark.parametrize("loop", [branched, repeated])
+def test_a_module_of_whose_output_the_step_wants_numbers_is_on_every_stage(loop: Any) -> None:
     torch.manual_seed(0)
-    model, x = Looped(branched), torch.randn(5, WIDTH)
+    model, x = Looped(loop), torch.randn(5, WIDTH)
     with pytest.raises(NumbersError) as error:
         dry_run(model, "layers", model, x)
     placement = place(model, 3, uses=error.value.uses)
@@ -625,9 +667,18 @@ def stored(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
     return x
 
 
-def test_what_layers_return_and_nobody_uses_may_stay_where_it_is() -> None:
+def noted(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    notes = [x.detach()]
+    for layer in layers:
+        x = layer(x)[0]
+        notes.append(x.detach())
+    return x + shift
+
+
+@pytest.mark.parametrize("loop", [unused, noted])
+def test_what_layers_return_and_nobody_uses_may_stay_where_it_is(loop: Any) -> None:
     torch.manual_seed(0)
-    model, x = Looped(unused), torch.randn(5, WIDTH)
+    model, x = Looped(loop), torch.randn(5, WIDTH)
     model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
     uses = dry_run(model, "layers", model, x)
     assert uses.spare == {(i, 1, 2) for i in range(6)}
