@@ -38,7 +38,7 @@ class Known:
 
     def onto_meta(self, tensor: Tensor) -> Tensor:
         """One without numbers, whose numbers are known."""
-        return self._onto_meta(tensor.detach().to(CPU, copy=True))
+        return self._onto_meta(tensor.detach().to(CPU, copy=True)) if tensor.numel() <= LIMIT else tensor.detach().to(META)
 
     def knows(self, values: Any) -> bool:
         """Whether the numbers of all tensors in ``values`` are known."""

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_par.pipeline.backward import is_leaf
-from lightning_par.pipeline.known import Known, memory_of, tensors_in
+from lightning_par.pipeline.entering import Entering
+from lightning_par.pipeline.known import META, Known, memory_of, tensors_in
 
 Leaves = frozenset[Tensor]
 
@@ -38,9 +39,12 @@ class Origins(TorchFunctionMode):
         self._used, self._asked = used, asked
         self._origins: dict[UntypedStorage | Tensor, Leaves] = {}  # held, so that no memory is used twice
         self.known = Known()
+        self._entering = Entering(self.known)
 
     def of(self, values: Any) -> Leaves:
         """What the tensors in ``values`` come from, but for their graphs."""
+        with torch._C.DisableTorchFunction():
+            values = self._entering(values)
         return frozenset().union(*(self._of(tensor) for tensor in tensors_in(values)))
 
     def _of(self, tensor: Tensor) -> Leaves:
@@ -50,6 +54,10 @@ class Origins(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__
+        if name in _MOVES:
+            func, name, args, kwargs = Tensor.to, "to", (args[0], META), {}
+        args, kwargs, moved = _on_meta(name, args, kwargs)
+        args, kwargs = self._entering((args, kwargs), always=moved or name in _COPIES or _is_in_place(name))
         if name in _NUMBERS and not self.known.knows(args):
             self._asked(self.of(args) | leaves_of(tensors_in(args)))
         try:
@@ -87,9 +95,32 @@ _LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_l
 }
 """Functions that ask their first argument for its shape, dtype and device only."""
 
+_MOVES = ("cpu", "cuda", "xpu", "pin_memory")
+
+_COPIES = ("tensor", "as_tensor", "asarray")
+"""Functions that make a tensor on the default device of what they are given."""
+
 _FILLED = ("full", "full_like", "new_full")
 
 _NUMBERS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__contains__")
+
+
+def _on_meta(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Arguments with the meta device in place of any other, and whether there was one."""
+    devices = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]
+    if devices:
+        args, kwargs = tree_map_only(torch.device, lambda _: META, (args, kwargs))
+    named = isinstance(kwargs.get("device"), str | int)
+    if named:
+        kwargs = kwargs | {"device": META}
+    placed = name == "to" and len(args) > 1 and isinstance(args[1], str | int)
+    if placed:
+        args = args[0], META, *args[2:]
+    return args, kwargs, bool(devices) or named or placed
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _asked_for_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

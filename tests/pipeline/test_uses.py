@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -252,6 +253,12 @@ def written(write: Callable[[Tensor], Any], mask: Tensor) -> Tensor:
     return zeros
 
 
+def after_view_of_numpy(mask: Tensor) -> Tensor:
+    zeros = torch.from_numpy(np.zeros(mask.shape, dtype=np.float32))
+    zeros[:, :3].copy_(mask[:, :3])
+    return zeros
+
+
 MASKS = {
     "written into a slice": lambda mask: written(lambda x: x[:, :3].copy_(mask[:, :3]), mask),
     "written into a view": lambda mask: written(lambda x: x.view(-1).copy_(mask.view(-1)), mask),
@@ -259,6 +266,8 @@ MASKS = {
     "written into a chunk": lambda mask: written(lambda x: x.chunk(2, -1)[0].add_(mask[:, :2]), mask),
     "set as data": lambda mask: written(lambda x: setattr(x, "data", mask), mask),
     "a parameter": lambda mask: nn.Parameter(mask, requires_grad=False),
+    "written into what NumPy made": lambda mask: after_view_of_numpy(mask),
+    "on a device": lambda mask: mask.to("cpu") + torch.zeros(WIDTH, device=torch.device("cpu")),
     "new_tensor": lambda mask: mask.new_tensor(mask.clone()),
     "full": lambda mask: torch.full((WIDTH,), mask.mean()),
     "full_like": lambda mask: torch.full_like(mask, fill_value=mask.mean()),
@@ -546,6 +555,7 @@ RANDOM = {
     "compiled": torch.compile(torch.rand_like, backend="eager"),
     "uniform_": lambda x: after(x, lambda x: x.uniform_()),
     "rand of aten": lambda x: torch.ops.aten.rand_like.default(x),
+    "of a legacy constructor": lambda x: x + torch.Tensor(3).uniform_(),
     "a generator": lambda x: torch.rand(3, generator=torch.Generator().manual_seed(1)),
 }
 
@@ -627,6 +637,57 @@ def test_a_dry_run_knows_what_was_written_from_what_it_knows(name: str) -> None:
 )
 def test_a_dry_run_knows_what_could_be_random_and_is_not(compute: Any) -> None:
     assert answer(lambda x, model: compute(x).tolist()) == compute(torch.tensor([1.0, 2.0, 3.0])).tolist()
+
+
+CPU, CONSTANT = torch.device("cpu"), torch.tensor([3.0, 2.0, 1.0])
+
+
+def constant_that_changes(x: Tensor) -> list[float]:
+    constant = torch.from_numpy(np.ones(3))
+    before = x + constant
+    constant[1:].add_(1)
+    with torch._C.DisableTorchFunction():
+        changed = CONSTANT.clone()
+    between = x + changed
+    with torch._C.DisableTorchFunction():
+        changed.add_(1)  # out of sight
+    return (before + constant + between + changed).tolist()
+
+
+FROM_ELSEWHERE = {
+    "device=": lambda x: x + torch.ones(3, device=CPU),
+    "device= by name": lambda x: x + torch.ones(3, device="cpu"),
+    "to": lambda x: x.to(CPU),
+    "to by name": lambda x: x.to("cpu", torch.float64),
+    "to device=": lambda x: x.to(device="cpu"),
+    "cpu": lambda x: x.cpu() + (x.cpu().mul_(0)),
+    "a constant": lambda x: x * CONSTANT,
+    "a part of a constant": lambda x: x * CONSTANT[1:2],
+    "an index": lambda x: CONSTANT[x.long() - 1],
+    "from_numpy": lambda x: x + torch.from_numpy(np.arange(3)),
+    "a constant to a device": lambda x: CONSTANT.to(CPU) + x,
+    "a constant as a tensor": lambda x: torch.as_tensor(CONSTANT) + x,
+    "of a legacy constructor": lambda x: x[torch.LongTensor([1])],
+}
+
+
+@pytest.mark.parametrize("compute", FROM_ELSEWHERE.values(), ids=list(FROM_ELSEWHERE))
+def test_a_dry_run_takes_devices_for_its_own_and_constants_in(compute: Callable[[Tensor], Tensor]) -> None:
+    expected = compute(torch.tensor([1.0, 2.0, 3.0])).tolist()
+    assert answer(lambda x, model: compute(x * model.probe[:3].detach()).shape) == (len(expected),)
+    assert answer(lambda x, model: (x.mean() + compute(x)).tolist()) == [2 + number for number in expected]
+
+
+def test_a_dry_run_sees_constants_change() -> None:
+    expected = constant_that_changes(torch.tensor([1.0, 2.0, 3.0]))
+    assert answer(lambda x, model: constant_that_changes(x)) == expected
+
+
+def test_a_dry_run_does_not_know_what_is_written_into_constants() -> None:
+    constant = torch.ones(5)
+    with pytest.raises(NumbersError):
+        answer(lambda x, model: [constant[1:4].copy_(model.probe[:3].detach()), constant.sum().item()])
+    assert constant.tolist() == [1] * 5
 
 
 class Attending(Block):
