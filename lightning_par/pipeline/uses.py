@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
+from lightning_par.numerics.samples import children, with_children
 from lightning_par.pipeline.aside import aside, lent
 from lightning_par.pipeline.boundary import has_gradient
 from lightning_par.pipeline.known import tensors_in
@@ -134,7 +135,7 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
             hooks.callback(part.register_forward_hook(look, with_kwargs=True).remove)
         names = {param: name for name, param in module.named_parameters()}
         owners = _owners(module, layers)
-        batch = tree_map_only(Tensor, origins.known.onto_meta, batch)
+        batch = _mapped(batch, origins.known.onto_meta)
         try:
             with segments.cut(), meta, origins:
                 values = step(batch)
@@ -182,6 +183,18 @@ def _callable(module: nn.Module) -> Iterator[nn.Module]:
             yield from _callable(child)
     elif next(module.parameters(), None) is not None:
         yield module
+
+
+def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with its tensors changed, also those in dataclasses and mappings that pytree does not know."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        parts = children(leaf)
+        return with_children(leaf, {key: _mapped(part, change) for key, part in parts.items()}) if parts else leaf
+
+    return tree_map(changed, batch)
 
 
 @torch.enable_grad()

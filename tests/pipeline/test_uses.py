@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -513,6 +514,38 @@ def test_a_dry_run_knows_the_numbers_of_the_batch() -> None:
     assert torch.equal(mask, given[1])
 
 
+@dataclass(frozen=True)
+class Pair:
+    x: Tensor
+    labels: dict[str, Tensor]
+
+
+class Encoding(UserDict):
+    @property
+    def x(self) -> Tensor:
+        return self["x"]
+
+    @property
+    def labels(self) -> dict[str, Tensor]:
+        return self["labels"]
+
+
+@pytest.mark.parametrize("kind", [Pair, Encoding])
+def test_a_dry_run_knows_the_numbers_of_batches_of_any_kind(kind: Any) -> None:
+    seen, model = [], Looped(lambda layers, x, shift: run(layers, x))
+
+    def step(batch: Any) -> Tensor:
+        (one,) = batch
+        seen.append((type(one), one.x.is_meta, one.labels["y"].is_meta, int(one.labels["y"].max())))
+        return model(one.x[:, :WIDTH])
+
+    batch = kind(x=torch.ones(3, WIDTH), labels={"y": torch.tensor([1, 4, 2])})
+    uses = dry_run(model, "layers", step, [batch])
+    assert "embed.weight" in uses.before
+    assert seen == [(kind, True, True, 4)]
+    assert batch.labels["y"].tolist() == [1, 4, 2]
+
+
 class Written(torch.autograd.Function):
     """Adds in place, out of sight of the functions that torch runs."""
 
@@ -600,6 +633,7 @@ def answer(ask: Callable[[Tensor, Net], Any]) -> Any:
 
 @pytest.mark.parametrize("compute", [*RANDOM.values(), *UNWRITTEN.values()], ids=[*RANDOM, *UNWRITTEN])
 def test_a_dry_run_does_not_know_what_is_random_and_draws_nothing(compute: Any) -> None:
+    Net()  # sets the seed
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError):
         answer(lambda x, model: compute(x).sum().item())
