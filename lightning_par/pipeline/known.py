@@ -16,8 +16,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-LIMIT = 2**24
-"""Elements of a tensor up to which its numbers are kept."""
+LIMIT, SMOOTH_LIMIT = 2**24, 2**20
+"""Elements of a tensor up to which its numbers are kept; of one that a function made of floating or complex numbers."""
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -58,7 +58,7 @@ class Known:
             raise
         changed = [tensor for tensor in given if tensor.is_inference() or not self.knows(tensor)]
         outputs = tensors_in(output)
-        if known and all(tensor.numel() <= LIMIT and tensor.device.type in ("cpu", "meta") for tensor in outputs):
+        if known and all(self._fits(tensor, given) for tensor in outputs):
             with suppress(Exception):
                 numbers = tensors_in(self._compute(func, args, kwargs))
                 self._remember(dict(zip(outputs, numbers, strict=True)))
@@ -86,6 +86,13 @@ class Known:
         if drawn or (_leaves_unset(func.__name__) and any(tensor.numel() for tensor in tensors_in(output))):
             raise _UnknownError
         return output
+
+    def _fits(self, tensor: Tensor, given: list[Tensor]) -> bool:
+        """Whether the numbers of what a function made of these can be kept, and were made at little cost."""
+        if tensor.device.type not in ("cpu", "meta") or tensor.numel() > LIMIT:
+            return False
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        return whole or tensor.numel() <= SMOOTH_LIMIT or memory_of(tensor) in {memory_of(one) for one in given}
 
     def _apart(self, numbers: Any, given: list[Tensor]) -> Any:
         """With copies of those that are a given tensor's own (``.cpu()``)."""
