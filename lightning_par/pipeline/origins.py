@@ -57,7 +57,7 @@ class Origins(TorchFunctionMode):
         if name in _MOVES:
             func, name, args, kwargs = Tensor.to, "to", (args[0], META), {}
         args, kwargs, moved = _on_meta(name, args, kwargs)
-        args, kwargs = self._entering((args, kwargs), always=moved or name in _COPIES or _is_in_place(name))
+        args, kwargs = self._entering((args, kwargs), always=moved or name in _COPIES or _writes(name, kwargs))
         if name in _NUMBERS and not self.known.knows(args):
             self._asked(self.of(args) | leaves_of(tensors_in(args)))
         try:
@@ -100,6 +100,8 @@ _MOVES = ("cpu", "cuda", "xpu", "pin_memory")
 _COPIES = ("tensor", "as_tensor", "asarray")
 """Functions that make a tensor on the default device of what they are given."""
 
+_WRITES = ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__iand__", "__ior__", "__ixor__")
+
 _FILLED = ("full", "full_like", "new_full")
 
 _NUMBERS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__contains__")
@@ -119,8 +121,9 @@ def _on_meta(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return args, kwargs, bool(devices) or named or placed
 
 
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes to its arguments."""
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
 
 
 def _asked_for_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -130,7 +130,7 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
     origins = Origins(
         lambda leaves: use_loose(segments.at, leaves, segments.entry), lambda leaves: asked.update(leaves) if segments.at == 0 else None
     )
-    with aside(module), lent(list(module.modules()), meta), ExitStack() as hooks:
+    with aside(module, tensors=False), lent(list(module.modules()), meta), ExitStack() as hooks:
         for part in _beside(module, layers):
             hooks.callback(part.register_forward_hook(look, with_kwargs=True).remove)
         names = {param: name for name, param in module.named_parameters()}

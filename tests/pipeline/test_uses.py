@@ -79,6 +79,22 @@ def test_a_dry_run_leaves_the_model_alone() -> None:
     assert [type(layer) for layer in model.layers] == [nn.Linear] * 4
 
 
+def test_a_dry_run_writes_to_no_tensor() -> None:
+    model = Net()
+    model.total = total = torch.ones(WIDTH)
+
+    def step(batch: Any) -> Tensor:
+        model.total[0] = 5
+        model.total[1:].mul_(2)
+        model.total += 1
+        torch.neg(model.total, out=model.total)
+        return model(*batch) + model.total.sum()
+
+    dry_run(model, "layers", step, BATCH)
+    assert model.total is total
+    assert total.tolist() == [1] * WIDTH
+
+
 def test_a_head_that_is_the_embedding_itself_keeps_it_at_both_ends() -> None:
     class Functional(nn.Module):
         def __init__(self) -> None:
@@ -671,6 +687,16 @@ def test_a_dry_run_knows_what_was_written_from_what_it_knows(name: str) -> None:
 )
 def test_a_dry_run_knows_what_could_be_random_and_is_not(compute: Any) -> None:
     assert answer(lambda x, model: compute(x).tolist()) == compute(torch.tensor([1.0, 2.0, 3.0])).tolist()
+
+
+LARGE = 2**20 + 1
+
+
+def test_a_dry_run_knows_large_tensors_of_whole_numbers_and_of_the_batch_but_computes_none_of_floating_ones() -> None:
+    assert answer(lambda x, model: torch.ones(LARGE, dtype=torch.long).sum().item()) == LARGE
+    assert answer(lambda x, model: x[:1].expand(LARGE).view(-1)[-1].item()) == 1
+    with pytest.raises(RuntimeError):
+        answer(lambda x, model: (x[:1].expand(LARGE) + 1).sum().item())
 
 
 CPU, CONSTANT = torch.device("cpu"), torch.tensor([3.0, 2.0, 1.0])
