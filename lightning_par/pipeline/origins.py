@@ -82,12 +82,16 @@ class Origins(TorchFunctionMode):
 
     def _filled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The number with which a function fills a new tensor is not wanted for its shape: it is filled in afterwards."""
-        fills = [fill for fill in (*args[1:], kwargs.get("fill_value")) if isinstance(fill, Tensor)]
-        if not fills:
+        place = 2 if func.__name__ == "new_full" else 1
+        fill = args[place] if len(args) > place else kwargs.get("fill_value")
+        if not isinstance(fill, Tensor):
             return self.known.call(func, args, kwargs)
-        zero = torch.zeros((), dtype=fills[0].dtype, device="cpu").item()
-        args, kwargs = (*args[:1], *tree_map_only(Tensor, lambda _: zero, args[1:])), tree_map_only(Tensor, lambda _: zero, kwargs)
-        return self.known.call(Tensor.fill_, (self.known.call(func, args, kwargs), fills[0].detach()), {})
+        zero = torch.zeros((), dtype=fill.dtype, device="cpu").item()
+        if len(args) > place:
+            args = *args[:place], zero, *args[place + 1 :]
+        else:
+            kwargs = kwargs | {"fill_value": zero}
+        return self.known.call(Tensor.fill_, (self.known.call(func, args, kwargs), fill.detach()), {})
 
 
 _LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}) | {

@@ -8,7 +8,7 @@ called: a floating tensor without a graph (of an encoder under ``no_grad``) is g
 was given; whole numbers (tokens, labels) cannot have one, so that a module which returns them before the layers must be everywhere. What
 the step itself makes of a module's output without a graph (a mask, an index, what it detaches) is followed by ``origins``: such a module is
 used wherever that is. A module also counts as used where it is called, since there it must answer. Numbers that come from the batch and
-from constants alone are ``known`` to whoever asks for them.
+from constants alone are ``known`` to whoever asks for them; constants that were made outside come in by ``entering``.
 
 What a layer returned begins a graph; if that is found in a later segment than the next one, the output has been used a second time, a
 skip connection past layers. It is right as long as no stage begins within it. A parameter of a layer, or what its input became, in the
