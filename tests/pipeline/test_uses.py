@@ -282,6 +282,7 @@ MASKS = {
     "written into a row": lambda mask: written(lambda x: x[0].copy_(mask[0]), mask),
     "written into a chunk": lambda mask: written(lambda x: x.chunk(2, -1)[0].add_(mask[:, :2]), mask),
     "set as data": lambda mask: written(lambda x: setattr(x, "data", mask), mask),
+    "compiled": torch.compile(lambda mask: (mask > 0).to(mask.dtype), backend="eager"),
     "a parameter": lambda mask: nn.Parameter(mask, requires_grad=False),
     "written into what NumPy made": lambda mask: after_view_of_numpy(mask),
     "on a device": lambda mask: mask.to("cpu") + torch.zeros(WIDTH, device=torch.device("cpu")),
