@@ -16,8 +16,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-LIMIT = 2**24
-"""Elements of a tensor up to which its numbers are kept."""
+LIMIT, SMOOTH_LIMIT = 2**24, 2**20
+"""Elements of a tensor up to which its numbers are kept; of one that a function made of floating or complex numbers."""
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -38,7 +38,7 @@ class Known:
 
     def onto_meta(self, tensor: Tensor) -> Tensor:
         """One without numbers, whose numbers are known."""
-        return self._onto_meta(tensor.detach().to(CPU, copy=True))
+        return self._onto_meta(tensor.detach().to(CPU, copy=True)) if tensor.numel() <= LIMIT else tensor.detach().to(META)
 
     def knows(self, values: Any) -> bool:
         """Whether the numbers of all tensors in ``values`` are known."""
@@ -58,7 +58,7 @@ class Known:
             raise
         changed = [tensor for tensor in given if tensor.is_inference() or not self.knows(tensor)]
         outputs = tensors_in(output)
-        if known and all(tensor.numel() <= LIMIT and tensor.device.type in ("cpu", "meta") for tensor in outputs):
+        if known and all(self._fits(tensor, given) for tensor in outputs):
             with suppress(Exception):
                 numbers = tensors_in(self._compute(func, args, kwargs))
                 self._remember(dict(zip(outputs, numbers, strict=True)))
@@ -87,6 +87,13 @@ class Known:
             raise _UnknownError
         return output
 
+    def _fits(self, tensor: Tensor, given: list[Tensor]) -> bool:
+        """Whether the numbers of what a function made of these can be kept, and were made at little cost."""
+        if tensor.device.type not in ("cpu", "meta") or tensor.numel() > LIMIT:
+            return False
+        whole = not (tensor.is_floating_point() or tensor.is_complex())
+        return whole or tensor.numel() <= SMOOTH_LIMIT or memory_of(tensor) in {memory_of(one) for one in given}
+
     def _apart(self, numbers: Any, given: list[Tensor]) -> Any:
         """With copies of those that are a given tensor's own (``.cpu()``)."""
         own = {id(self._numbers[tensor][0]) for tensor in given}
@@ -109,8 +116,8 @@ class Known:
 
     def _beside(self, tensors: list[Tensor]) -> dict[Tensor, Tensor]:
         """The numbers of these, and all that lie in the same memory."""
-        memories = {_memory(self._numbers[tensor][0]) for tensor in tensors}
-        return {other: number for other, (number, _) in self._numbers.items() if _memory(number) in memories} if memories else {}
+        memories = {memory_of(self._numbers[tensor][0]) for tensor in tensors}
+        return {other: number for other, (number, _) in self._numbers.items() if memory_of(number) in memories} if memories else {}
 
     def _number(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -130,10 +137,10 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _State:
-        return cls(_memory(tensor), None if tensor.is_inference() else tensor._version)
+        return cls(memory_of(tensor), None if tensor.is_inference() else tensor._version)
 
 
-def _memory(tensor: Tensor) -> UntypedStorage | None:
+def memory_of(tensor: Tensor) -> UntypedStorage | None:
     """Where a tensor's elements lie, if it is strided. Views share it."""
     try:
         return tensor.untyped_storage()

@@ -1,7 +1,9 @@
 """Origins: what tensors were computed from, also where no gradient flows: whole numbers, comparisons, what was detached.
 
 Autograd's graph tells it of all others. Here every function that torch runs is looked at: what it returns without a graph comes from the
-leaves of its arguments' graphs, and whatever is computed from that, with a graph or without, comes from them, too.
+leaves of its arguments' graphs, and whatever is computed from that, with a graph or without, comes from them, too. It is the memory of a
+tensor that has origins: what is written into a view is in the whole, too. What a tensor's own graph tells is not told a second time.
+Tensors inside ``torch.vmap`` and the like (``torch.func``) have no memory that can be told: what they give without a graph is not followed.
 """
 
 from __future__ import annotations
@@ -9,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_par.pipeline.backward import is_leaf
-from lightning_par.pipeline.known import Known, tensors_in
+from lightning_par.pipeline.entering import Entering
+from lightning_par.pipeline.known import META, Known, memory_of, tensors_in
 
 Leaves = frozenset[Tensor]
 
@@ -32,23 +37,38 @@ class Origins(TorchFunctionMode):
     def __init__(self, used: Callable[[Leaves], None], asked: Callable[[Leaves], None]) -> None:
         super().__init__()
         self._used, self._asked = used, asked
-        self._origins: dict[Tensor, Leaves] = {}
+        self._origins: dict[UntypedStorage | Tensor, Leaves] = {}  # held, so that no memory is used twice
         self.known = Known()
+        self._entering = Entering(self.known)
 
     def of(self, values: Any) -> Leaves:
         """What the tensors in ``values`` come from, but for their graphs."""
-        return frozenset().union(*(self._origins.get(tensor, ()) for tensor in tensors_in(values)))
+        with torch._C.DisableTorchFunction():
+            values = self._entering(values)
+        return frozenset().union(*(self._of(tensor) for tensor in tensors_in(values)))
+
+    def _of(self, tensor: Tensor) -> Leaves:
+        found = self._origins.get(_place(tensor), frozenset())
+        return found - leaves_of([tensor]) if found and tensor.requires_grad else found
 
     @override
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__
+        if name in _MOVES:
+            func, name, args, kwargs = Tensor.to, "to", (args[0], META), {}
+        args, kwargs, moved = _on_meta(name, args, kwargs)
+        args, kwargs = self._entering((args, kwargs), always=moved or name in _COPIES or _writes(name, kwargs))
         if name in _NUMBERS and not self.known.knows(args):
             self._asked(self.of(args) | leaves_of(tensors_in(args)))
-        output = self.known.call(func, args, kwargs)
+        try:
+            output = self._filled(func, args, kwargs) if name in _FILLED else self.known.call(func, args, kwargs)
+        except Exception:  # it wants numbers, perhaps
+            self._asked(self.of((args, kwargs)) | leaves_of(tensors_in((args, kwargs))))
+            raise
         outputs = tensors_in(args[0] if name == "__setitem__" else output)
-        if not outputs or name.startswith(_LIKE):
+        if not outputs:
             return output
-        given = tensors_in(args[0] if name == "to" or name.endswith("_as") else (args, kwargs))
+        given = tensors_in(_asked_for_numbers(name, args, kwargs))
         origins = self.of(given)
         if origins:
             self._used(origins)
@@ -56,14 +76,72 @@ class Origins(TorchFunctionMode):
         for tensor in outputs:
             found = origins | (leaves_of(given) if loose and not tensor.requires_grad else frozenset())
             if found:
-                self._origins[tensor] = self._origins.get(tensor, frozenset()) | found
+                place = _place(tensor)
+                self._origins[place] = self._origins.get(place, frozenset()) | found
         return output
 
+    def _filled(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The number with which a function fills a new tensor is not wanted for its shape: it is filled in afterwards."""
+        place = 2 if func.__name__ == "new_full" else 1
+        fill = args[place] if len(args) > place else kwargs.get("fill_value")
+        if not isinstance(fill, Tensor):
+            return self.known.call(func, args, kwargs)
+        zero = torch.zeros((), dtype=fill.dtype, device="cpu").item()
+        if len(args) > place:
+            args = *args[:place], zero, *args[place + 1 :]
+        else:
+            kwargs = kwargs | {"fill_value": zero}
+        return self.known.call(Tensor.fill_, (self.known.call(func, args, kwargs), fill.detach()), {})
 
-_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_")
-"""Functions that ask a tensor for its shape, dtype and device only."""
+
+_LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}) | {
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+}
+"""Functions that ask their first argument for its shape, dtype and device only."""
+
+_MOVES = ("cpu", "cuda", "xpu", "pin_memory")
+
+_COPIES = ("tensor", "as_tensor", "asarray")
+"""Functions that make a tensor on the default device of what they are given."""
+
+_WRITES = ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__iand__", "__ior__", "__ixor__")
+
+_FILLED = ("full", "full_like", "new_full")
 
 _NUMBERS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__contains__")
+
+
+def _on_meta(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Arguments with the meta device in place of any other, and whether there was one."""
+    devices = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.device)]
+    if devices:
+        args, kwargs = tree_map_only(torch.device, lambda _: META, (args, kwargs))
+    named = isinstance(kwargs.get("device"), str | int)
+    if named:
+        kwargs = kwargs | {"device": META}
+    placed = name == "to" and len(args) > 1 and isinstance(args[1], str | int)
+    if placed:
+        args = args[0], META, *args[2:]
+    return args, kwargs, bool(devices) or named or placed
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes to its arguments."""
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+
+
+def _asked_for_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of which a function takes more than shape, dtype and device."""
+    if name in _LIKE:
+        return args[1:], {key: value for key, value in kwargs.items() if key not in ("input", "self")}
+    return args[0] if name == "to" or name.endswith("_as") else (args, kwargs)
+
+
+def _place(tensor: Tensor) -> UntypedStorage | Tensor:
+    """What has its origins: its memory, or itself where it has none that can be told."""
+    with torch._C.DisableTorchFunction():
+        memory = memory_of(tensor)
+    return tensor if memory is None else memory
 
 
 def leaves_of(tensors: Iterable[Tensor]) -> Leaves:

@@ -101,7 +101,7 @@ class Segments:
             self.entry = None
             return values
         with torch._C.DisableTorchFunction():  # nobody shall see where these come from
-            inlet = Inlet([tensor.detach() for tensor in ends], grad=True)
+            inlet = Inlet([_elsewhere(tensor.detach()) for tensor in ends], grad=True)
         self.entry = inlet.entry
         begins, inlet.tensors = iter(inlet.tensors), []  # the graph keeps the inlet
         return tree_map(lambda leaf: next(begins) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, values)
@@ -117,7 +117,13 @@ class _Cut(Shown):
 def _afresh(tensor: Tensor) -> Tensor:
     """A layer's output as the next stage gets it: nothing is known of it but that."""
     with torch._C.DisableTorchFunction():
-        return tensor if tensor.requires_grad else tensor.view_as(tensor)
+        return tensor if tensor.requires_grad else _elsewhere(tensor.view_as(tensor))
+
+
+def _elsewhere(tensor: Tensor) -> Tensor:
+    """On the meta device, one in memory of its own."""
+    strided = tensor.is_meta and tensor.layout == torch.strided
+    return tensor.new_empty_strided(tensor.size(), tensor.stride()) if strided else tensor
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ class Absent(Tensor):
     @classmethod
     @override
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.__name__ in ("__get__", "__set__") or func in _HARMLESS:
+        if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         absent = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Absent))
@@ -161,10 +161,25 @@ class Absent(Tensor):
         return f"{self.absent_name} of shape {tuple(self.shape)}, {self.dtype}, on another pipeline stage"
 
 
+_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "is_leaf", "requires_grad", "grad_fn", "output_nr"),
+    *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_mkldnn", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr"),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "is_contiguous"),
+    *("requires_grad_", "__len__"),
+)
+
 _HARMLESS = frozenset(
-    getattr(Tensor, name)
-    for name in ("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "__len__")
-) | {Tensor.requires_grad_, Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel}
+    {
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+        *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
+        *(getattr(Tensor, name) for name in _METHODS),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    }
+)
 """What tells about a tensor without its values."""
 
 

@@ -8,7 +8,7 @@ called: a floating tensor without a graph (of an encoder under ``no_grad``) is g
 was given; whole numbers (tokens, labels) cannot have one, so that a module which returns them before the layers must be everywhere. What
 the step itself makes of a module's output without a graph (a mask, an index, what it detaches) is followed by ``origins``: such a module is
 used wherever that is. A module also counts as used where it is called, since there it must answer. Numbers that come from the batch and
-from constants alone are ``known`` to whoever asks for them.
+from constants alone are ``known`` to whoever asks for them; constants that were made outside come in by ``entering``.
 
 What a layer returned begins a graph; if that is found in a later segment than the next one, the output has been used a second time, a
 skip connection past layers. It is right as long as no stage begins within it. A parameter of a layer, or what its input became, in the
@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
+from lightning_par.numerics.samples import children, with_children
 from lightning_par.pipeline.aside import aside, lent
 from lightning_par.pipeline.boundary import has_gradient
 from lightning_par.pipeline.known import tensors_in
@@ -129,14 +130,14 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
     origins = Origins(
         lambda leaves: use_loose(segments.at, leaves, segments.entry), lambda leaves: asked.update(leaves) if segments.at == 0 else None
     )
-    with aside(module), lent(list(module.modules()), meta), ExitStack() as hooks:
+    with aside(module, tensors=False), lent(list(module.modules()), meta), ExitStack() as hooks:
         for part in _beside(module, layers):
             hooks.callback(part.register_forward_hook(look, with_kwargs=True).remove)
         names = {param: name for name, param in module.named_parameters()}
         owners = _owners(module, layers)
-        batch = tree_map_only(Tensor, origins.known.onto_meta, batch)
+        batch = _mapped(batch, origins.known.onto_meta)
         try:
-            with segments.cut(), meta, origins:
+            with segments.cut(), torch.compiler.set_stance("force_eager"), meta, origins:  # nothing may be compiled past these
                 values = step(batch)
         except Exception as error:
             if not (wanted := asked & names.keys() - owners.keys()):
@@ -182,6 +183,18 @@ def _callable(module: nn.Module) -> Iterator[nn.Module]:
             yield from _callable(child)
     elif next(module.parameters(), None) is not None:
         yield module
+
+
+def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with its tensors changed, also those in dataclasses and mappings that pytree does not know."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        parts = children(leaf)
+        return with_children(leaf, {key: _mapped(part, change) for key, part in parts.items()}) if parts else leaf
+
+    return tree_map(changed, batch)
 
 
 @torch.enable_grad()

@@ -15,7 +15,7 @@ by.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, reduce
 from itertools import islice
 from operator import or_
@@ -26,7 +26,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -63,36 +63,45 @@ class Rehearsal:
         self._fn: TrainerFn = module.trainer.state.fn
         self._trains = self._fn == TrainerFn.FITTING
         self._step = getattr(module, STEPS[self._fn])
+        self._batches: dict[TrainerFn, tuple[Any, int] | Exception] = {}
 
     def uses(self) -> Uses | None:
         """Where modules are used; None where no step can run without numbers, or there is no batch to try."""
         seen: list[Uses] = []
-        try:
-            seen.append(self._seen(self._fn, self._fn))
-        except Exception as error:  # whatever it is, the run itself will meet it
-            if isinstance(error, NumbersError):
-                seen.append(error.uses)
-                error = error.__cause__
-            rank_zero_info(
-                f"the step could not be run dry ({type(error).__name__}: {error}), so modules stand before or after the pipeline's "
-                "layers as they are registered, or as pipeline_before and pipeline_after of the model say"
+        fit, deciding = (TrainerFn.FITTING, TrainerFn.VALIDATING), ""
+        with self._unseen():
+            failure = self._tried(self._fn, (self._fn,), seen)
+            for other in fit:
+                if other != self._fn and is_overridden(STEPS[other], self._module):
+                    failed = self._tried(other, (self._fn, other) if self._fn in fit else (self._fn,), seen)
+                    deciding = deciding if failed else STEPS[other]
+        if failure is not None:
+            order = f"{deciding} uses them" if deciding else "they are registered"
+            rank_zero_warn(
+                f"{STEPS[self._fn]} could not be run dry ({type(failure).__name__}: {failure}), so nobody has seen which modules it uses "
+                f"where. They stand before or after the pipeline's layers as {order}, or as "
+                "pipeline_before and pipeline_after of the model say. Compare the first losses with those of pp=1"
             )
-        fit = (TrainerFn.FITTING, TrainerFn.VALIDATING)
-        for other in fit:
-            if other != self._fn and is_overridden(STEPS[other], self._module):
-                for source in (self._fn, other) if self._fn in fit else (self._fn,):
-                    with suppress(Exception):
-                        seen.append(self._seen(other, source))
-                        break
         return self._mesh.world.broadcast_object(reduce(or_, seen) if seen else None)
+
+    def _tried(self, fn: TrainerFn, sources: tuple[TrainerFn, ...], seen: list[Uses]) -> BaseException | None:
+        """Try a step on one source of data after the other until it runs, and add to what was seen. Why it did not run on the first."""
+        failures: list[BaseException] = []
+        for source in sources:
+            try:
+                seen.append(self._seen(fn, source))
+            except Exception as error:  # whatever it is, the run itself will meet it
+                if isinstance(error, NumbersError):
+                    seen.append(error.uses)
+                failures.append(error.__cause__ or error if isinstance(error, NumbersError) else error)
+            else:
+                return None
+        return failures[0]
 
     def _seen(self, fn: TrainerFn, source: TrainerFn) -> Uses:
         """What the step of one kind of run does, on the data of another."""
-        with self._unseen():
-            step, args, options = self._arguments(fn, source)
-            if fn != TrainerFn.FITTING:
-                self._module.eval()
-            return dry_run(self._module, find_layers(self._module), lambda args: self._graphs(step, args, options), args)
+        step, args, options = self._arguments(fn, source)
+        return dry_run(self._module, find_layers(self._module), lambda args: self._graphs(fn, step, args, options), args)
 
     def costs(self) -> LayerCosts:
         """What layers cost, by measured time.
@@ -117,6 +126,7 @@ class Rehearsal:
         loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
         data, states = vars(trainer.datamodule) if trainer.datamodule is not None else {}, isolate_rng()
         attributes, stops = dict(data), trainer.should_stop
+        self._batches.clear()  # what hooks leave behind goes with them
         states.__enter__()
         try:
             with aside(self._module):
@@ -129,18 +139,34 @@ class Rehearsal:
 
     def _arguments(self, fn: TrainerFn, source: TrainerFn) -> tuple[Step, tuple[Any, ...], dict[str, int]]:
         """A step, and its arguments as Lightning gives them for the first batch."""
-        step, state = getattr(self._module, STEPS[fn]), self._module.trainer.state
+        step = getattr(self._module, STEPS[fn])
         if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             raise NoSampleError(f"{step.__name__} fetches its batches itself")
+        batch, loaders = self._batch(source)
+        index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
+        return step, (batch, *index), {"dataloader_idx": 0} if loaders > 1 and fn != TrainerFn.FITTING else {}
+
+    def _batch(self, source: TrainerFn) -> tuple[Any, int]:
+        """A batch that a kind of run would read, and how many dataloaders it reads in turn. Fetched once, or fails once."""
+        if source not in self._batches:
+            try:
+                self._batches[source] = self._fetched(source)
+            except Exception as error:
+                self._batches[source] = error
+        batch = self._batches[source]
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
+
+    def _fetched(self, source: TrainerFn) -> tuple[Any, int]:
+        state = self._module.trainer.state
         state.fn, now = source, state.fn
         try:
             data = seams.dataloaders(self._module.trainer)
         finally:
             state.fn = now
         in_turn = source != TrainerFn.FITTING and isinstance(data, list | tuple)
-        batch = seams.transferred(sample(data[0] if in_turn else data), self._module)
-        index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
-        return step, (batch, *index), {"dataloader_idx": 0} if in_turn and len(data) > 1 and fn != TrainerFn.FITTING else {}
+        return seams.transferred(sample(data[0] if in_turn else data), self._module), len(data) if in_turn else 1
 
     def _loss(self, args: tuple[Any, ...], options: dict[str, int]) -> Tensor | None:
         """Of the step on the first piece of a batch; None in evaluation, which has no backward."""
@@ -151,8 +177,10 @@ class Rehearsal:
             self._runner.rehearse(self._step, self._context, args, options)
         return None
 
-    def _graphs(self, step: Step, args: tuple[Any, ...], options: dict[str, int]) -> Any:
+    def _graphs(self, fn: TrainerFn, step: Step, args: tuple[Any, ...], options: dict[str, int]) -> Any:
         """What a step returned and logged: all that may have a graph."""
+        if fn != TrainerFn.FITTING:
+            self._module.eval()
         logged: list[Any] = []
         self._module.__dict__["log"] = lambda name, value, *_, **__: logged.append(value)
         try:

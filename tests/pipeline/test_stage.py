@@ -493,6 +493,21 @@ def test_weights_that_are_elsewhere_tell_their_shape_but_no_number() -> None:
             weight.norm()
 
 
+@pytest.mark.parametrize("attribute", ["data", "T", "mT", "H", "grad", "real", "_base"])
+def test_what_weights_that_are_elsewhere_would_give_to_compute_with_is_refused(attribute: str) -> None:
+    model = part_of(Model(over), 0)
+    with pytest.raises(PipelineError, match=r"head\.weight is on another pipeline stage"):
+        getattr(model.head.weight, attribute)
+
+
+def test_weights_that_are_elsewhere_are_not_set() -> None:
+    weight = part_of(Model(over), 0).head.weight
+    with pytest.raises(PipelineError, match=r"head\.weight is on another pipeline stage"):
+        weight.data = torch.zeros(weight.shape, device="meta")
+    weight.grad, weight.requires_grad = None, False
+    assert (weight.requires_grad, weight.is_leaf, weight.is_meta, weight.layout, weight.ndim) == (False, True, True, torch.strided, 2)
+
+
 def test_coming_to_a_module_of_the_last_stage_is_an_error_with_its_name() -> None:
     with pytest.raises(PipelineError, match=r"head lives on the last pipeline stage.*register it before them"):
         part_of(Model(over), 0).head(torch.zeros(4))

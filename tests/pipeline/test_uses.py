@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,6 +77,22 @@ def test_a_dry_run_leaves_the_model_alone() -> None:
         assert torch.equal(param, before[name][1])
         assert param.grad is None
     assert [type(layer) for layer in model.layers] == [nn.Linear] * 4
+
+
+def test_a_dry_run_writes_to_no_tensor() -> None:
+    model = Net()
+    model.total = total = torch.ones(WIDTH)
+
+    def step(batch: Any) -> Tensor:
+        model.total[0] = 5
+        model.total[1:].mul_(2)
+        model.total += 1
+        torch.neg(model.total, out=model.total)
+        return model(*batch) + model.total.sum()
+
+    dry_run(model, "layers", step, BATCH)
+    assert model.total is total
+    assert total.tolist() == [1] * WIDTH
 
 
 def test_a_head_that_is_the_embedding_itself_keeps_it_at_both_ends() -> None:
@@ -246,14 +264,65 @@ def test_what_has_no_gradient_is_right_on_every_stage_that_uses_it(loop: Any, ki
         assert torch.equal(through_the_stages(model, x, placement), model(x))
 
 
+def written(write: Callable[[Tensor], Any], mask: Tensor) -> Tensor:
+    """Zeros, after that."""
+    write(zeros := torch.zeros(mask.shape, dtype=mask.dtype))
+    return zeros
+
+
+def after_view_of_numpy(mask: Tensor) -> Tensor:
+    zeros = torch.from_numpy(np.zeros(mask.shape, dtype=np.float32))
+    zeros[:, :3].copy_(mask[:, :3])
+    return zeros
+
+
+MASKS = {
+    "written into a slice": lambda mask: written(lambda x: x[:, :3].copy_(mask[:, :3]), mask),
+    "written into a view": lambda mask: written(lambda x: x.view(-1).copy_(mask.view(-1)), mask),
+    "written into a row": lambda mask: written(lambda x: x[0].copy_(mask[0]), mask),
+    "written into a chunk": lambda mask: written(lambda x: x.chunk(2, -1)[0].add_(mask[:, :2]), mask),
+    "set as data": lambda mask: written(lambda x: setattr(x, "data", mask), mask),
+    "compiled": torch.compile(lambda mask: (mask > 0).to(mask.dtype), backend="eager"),
+    "a parameter": lambda mask: nn.Parameter(mask, requires_grad=False),
+    "written into what NumPy made": lambda mask: after_view_of_numpy(mask),
+    "on a device": lambda mask: mask.to("cpu") + torch.zeros(WIDTH, device=torch.device("cpu")),
+    "new_tensor": lambda mask: mask.new_tensor(mask.clone()),
+    "full": lambda mask: torch.full((WIDTH,), mask.mean()),
+    "full_like": lambda mask: torch.full_like(mask, fill_value=mask.mean()),
+    "new_full": lambda mask: mask.new_full((WIDTH,), mask.mean()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("make", MASKS.values(), ids=list(MASKS))
+def test_what_is_without_a_gradient_is_followed_through_memory(make: Callable[[Tensor], Tensor]) -> None:
+    def loop(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+        mask = make((shift > 0).to(x.dtype))
+        for layer in layers:
+            x = layer(x, mask)
+        return x
+
+    torch.manual_seed(0)
+    model, x = Looped(loop), torch.randn(5, WIDTH)
+    placement = place(model, 3, uses=dry_run(model, "layers", model, x))
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, placement), model(x))
+
+
 def branched(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
     factor = 2.0 if x.mean() > -9 else 3.0
     return run(layers, x + shift) * factor
 
 
-def test_a_module_of_whose_output_the_step_wants_numbers_is_on_every_stage() -> None:
+def repeated(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    count = torch.repeat_interleave(x[:2, 0], (x[:2, 0] < 9).long())
+    return run(layers, x + shift) * len(count)
+
+
+@pytest.mark.parametrize("loop", [branched, repeated])
+def test_a_module_of_whose_output_the_step_wants_numbers_is_on_every_stage(loop: Any) -> None:
     torch.manual_seed(0)
-    model, x = Looped(branched), torch.randn(5, WIDTH)
+    model, x = Looped(loop), torch.randn(5, WIDTH)
     with pytest.raises(NumbersError) as error:
         dry_run(model, "layers", model, x)
     placement = place(model, 3, uses=error.value.uses)
@@ -462,6 +531,38 @@ def test_a_dry_run_knows_the_numbers_of_the_batch() -> None:
     assert torch.equal(mask, given[1])
 
 
+@dataclass(frozen=True)
+class Pair:
+    x: Tensor
+    labels: dict[str, Tensor]
+
+
+class Encoding(UserDict):
+    @property
+    def x(self) -> Tensor:
+        return self["x"]
+
+    @property
+    def labels(self) -> dict[str, Tensor]:
+        return self["labels"]
+
+
+@pytest.mark.parametrize("kind", [Pair, Encoding])
+def test_a_dry_run_knows_the_numbers_of_batches_of_any_kind(kind: Any) -> None:
+    seen, model = [], Looped(lambda layers, x, shift: run(layers, x))
+
+    def step(batch: Any) -> Tensor:
+        (one,) = batch
+        seen.append((type(one), one.x.is_meta, one.labels["y"].is_meta, int(one.labels["y"].max())))
+        return model(one.x[:, :WIDTH])
+
+    batch = kind(x=torch.ones(3, WIDTH), labels={"y": torch.tensor([1, 4, 2])})
+    uses = dry_run(model, "layers", step, [batch])
+    assert "embed.weight" in uses.before
+    assert seen == [(kind, True, True, 4)]
+    assert batch.labels["y"].tolist() == [1, 4, 2]
+
+
 class Written(torch.autograd.Function):
     """Adds in place, out of sight of the functions that torch runs."""
 
@@ -504,6 +605,7 @@ RANDOM = {
     "compiled": torch.compile(torch.rand_like, backend="eager"),
     "uniform_": lambda x: after(x, lambda x: x.uniform_()),
     "rand of aten": lambda x: torch.ops.aten.rand_like.default(x),
+    "of a legacy constructor": lambda x: x + torch.Tensor(3).uniform_(),
     "a generator": lambda x: torch.rand(3, generator=torch.Generator().manual_seed(1)),
 }
 
@@ -548,6 +650,7 @@ def answer(ask: Callable[[Tensor, Net], Any]) -> Any:
 
 @pytest.mark.parametrize("compute", [*RANDOM.values(), *UNWRITTEN.values()], ids=[*RANDOM, *UNWRITTEN])
 def test_a_dry_run_does_not_know_what_is_random_and_draws_nothing(compute: Any) -> None:
+    Net()  # sets the seed
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError):
         answer(lambda x, model: compute(x).sum().item())
@@ -585,6 +688,67 @@ def test_a_dry_run_knows_what_was_written_from_what_it_knows(name: str) -> None:
 )
 def test_a_dry_run_knows_what_could_be_random_and_is_not(compute: Any) -> None:
     assert answer(lambda x, model: compute(x).tolist()) == compute(torch.tensor([1.0, 2.0, 3.0])).tolist()
+
+
+LARGE = 2**20 + 1
+
+
+def test_a_dry_run_knows_large_tensors_of_whole_numbers_and_of_the_batch_but_computes_none_of_floating_ones() -> None:
+    assert answer(lambda x, model: torch.ones(LARGE, dtype=torch.long).sum().item()) == LARGE
+    assert answer(lambda x, model: x[:1].expand(LARGE).view(-1)[-1].item()) == 1
+    with pytest.raises(RuntimeError):
+        answer(lambda x, model: (x[:1].expand(LARGE) + 1).sum().item())
+
+
+CPU, CONSTANT = torch.device("cpu"), torch.tensor([3.0, 2.0, 1.0])
+
+
+def constant_that_changes(x: Tensor) -> list[float]:
+    constant = torch.from_numpy(np.ones(3))
+    before = x + constant
+    constant[1:].add_(1)
+    with torch._C.DisableTorchFunction():
+        changed = CONSTANT.clone()
+    between = x + changed
+    with torch._C.DisableTorchFunction():
+        changed.add_(1)  # out of sight
+    return (before + constant + between + changed).tolist()
+
+
+FROM_ELSEWHERE = {
+    "device=": lambda x: x + torch.ones(3, device=CPU),
+    "device= by name": lambda x: x + torch.ones(3, device="cpu"),
+    "to": lambda x: x.to(CPU),
+    "to by name": lambda x: x.to("cpu", torch.float64),
+    "to device=": lambda x: x.to(device="cpu"),
+    "cpu": lambda x: x.cpu() + (x.cpu().mul_(0)),
+    "a constant": lambda x: x * CONSTANT,
+    "a part of a constant": lambda x: x * CONSTANT[1:2],
+    "an index": lambda x: CONSTANT[x.long() - 1],
+    "from_numpy": lambda x: x + torch.from_numpy(np.arange(3)),
+    "a constant to a device": lambda x: CONSTANT.to(CPU) + x,
+    "a constant as a tensor": lambda x: torch.as_tensor(CONSTANT) + x,
+    "of a legacy constructor": lambda x: x[torch.LongTensor([1])],
+}
+
+
+@pytest.mark.parametrize("compute", FROM_ELSEWHERE.values(), ids=list(FROM_ELSEWHERE))
+def test_a_dry_run_takes_devices_for_its_own_and_constants_in(compute: Callable[[Tensor], Tensor]) -> None:
+    expected = compute(torch.tensor([1.0, 2.0, 3.0])).tolist()
+    assert answer(lambda x, model: compute(x * model.probe[:3].detach()).shape) == (len(expected),)
+    assert answer(lambda x, model: (x.mean() + compute(x)).tolist()) == [2 + number for number in expected]
+
+
+def test_a_dry_run_sees_constants_change() -> None:
+    expected = constant_that_changes(torch.tensor([1.0, 2.0, 3.0]))
+    assert answer(lambda x, model: constant_that_changes(x)) == expected
+
+
+def test_a_dry_run_does_not_know_what_is_written_into_constants() -> None:
+    constant = torch.ones(5)
+    with pytest.raises(NumbersError):
+        answer(lambda x, model: [constant[1:4].copy_(model.probe[:3].detach()), constant.sum().item()])
+    assert constant.tolist() == [1] * 5
 
 
 class Attending(Block):
@@ -625,9 +789,18 @@ def stored(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
     return x
 
 
-def test_what_layers_return_and_nobody_uses_may_stay_where_it_is() -> None:
+def noted(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
+    notes = [x.detach()]
+    for layer in layers:
+        x = layer(x)[0]
+        notes.append(x.detach())
+    return x + shift
+
+
+@pytest.mark.parametrize("loop", [unused, noted])
+def test_what_layers_return_and_nobody_uses_may_stay_where_it_is(loop: Any) -> None:
     torch.manual_seed(0)
-    model, x = Looped(unused), torch.randn(5, WIDTH)
+    model, x = Looped(loop), torch.randn(5, WIDTH)
     model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
     uses = dry_run(model, "layers", model, x)
     assert uses.spare == {(i, 1, 2) for i in range(6)}

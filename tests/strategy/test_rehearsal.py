@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 import re
 import time
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -32,7 +31,6 @@ from torch.utils.data import (
 from torchmetrics import MeanMetric
 
 from lightning_par import HybridParallelStrategy
-from lightning_par.strategy import rehearsal
 from lightning_par.strategy.rehearsal import NoSampleError, sample
 from tests.harness import WorldError, run_world
 from tests.harness.models import QUIET
@@ -342,20 +340,69 @@ def test_a_module_that_was_cut_for_validation_can_be_trained() -> None:
     assert run_world(_validated_first, 2, {"pp": 2}) == [pytest.approx(_validated_first(None), abs=1e-9)] * 2
 
 
-def _told() -> list[str]:
-    told: list[str] = []
+HOOKS: list[str] = []
+
+
+class Shy(Disordered):
+    """Its training step needs numbers, its validation step does not. It tells which of its dataloaders were asked for."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        float(self.embed(batch[0]).detach().sum())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader:
+        HOOKS.append("train")
+        return rows()
+
+    def val_dataloader(self) -> DataLoader:
+        HOOKS.append("val")
+        return rows()
+
+
+class Said(Shy):
+    """Neither of its steps runs without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__("said")
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def _told(module: L.LightningModule, *data: Any) -> tuple[list[str], list[str], tuple[Any, ...]]:
     strategy = HybridParallelStrategy(pp=2)
-    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=1, **QUIET)
-    with patch.object(rehearsal, "rank_zero_info", rank_zero_only(told.append)):
-        trainer.fit(Disordered("said").double(), rows())
+    HOOKS.clear()
+    trainer = L.Trainer(devices=2, strategy=strategy, max_steps=1, num_sanity_val_steps=0, limit_val_batches=0, **QUIET)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module.double(), *data)
     assert strategy._assembled.pipeline.device == strategy.root_device
-    return told
+    placement = strategy._assembled.pipeline.placement
+    return [str(one.message) for one in told if "run dry" in str(one.message)], HOOKS, (placement.before, placement.after)
 
 
 def test_a_step_that_cannot_run_dry_is_told_once_with_the_reason() -> None:
-    (told,), nothing = run_world(_told, 2)
-    assert re.match(r"the step could not be run dry \(RuntimeError: .*item.*stand .* as they are registered, or as pipeline_before", told)
+    (((told,), _, _), (nothing, _, _)) = run_world(_told, 2, Disordered("said"), rows())
+    assert re.match(
+        r"training_step could not be run dry \(RuntimeError: .*item.*stand .* as they are registered, or as pipeline_before", told
+    )
     assert nothing == []
+
+
+def test_where_another_step_could_be_run_dry_it_is_told_that_it_decides() -> None:
+    ((told,), hooks, ends), _ = run_world(_told, 2, Shy())
+    assert ends == (("shift",), ("norm", "head"))
+    assert hooks.count("train") == 2, "the run itself asks once"
+    assert "as validation_step uses them" in told
+
+
+def test_each_source_of_batches_is_asked_once_however_many_steps_are_tried() -> None:
+    (((told,), hooks, _), _) = run_world(_told, 2, Said())
+    assert "as they are registered" in told
+    assert hooks.count("train") == 2, "the run itself asks once"
 
 
 def test_an_order_that_can_neither_be_seen_nor_was_said_is_refused_with_the_way_out() -> None:
