@@ -114,6 +114,7 @@ class Rehearsal:
     def _unseen(self) -> Iterator[None]:
         trainer = self._module.trainer
         loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
+        should_stop = trainer.should_stop
         data, states = vars(trainer.datamodule) if trainer.datamodule is not None else {}, isolate_rng()
         attributes = dict(data)
         states.__enter__()
@@ -124,7 +125,7 @@ class Rehearsal:
             states.__exit__(None, None, None)  # also where the step has failed
             data.clear()
             data.update(attributes)
-            trainer.loggers = loggers
+            trainer.loggers, trainer.should_stop = loggers, should_stop
 
     def _arguments(self, fn: TrainerFn, source: TrainerFn) -> tuple[Step, tuple[Any, ...], dict[str, int]]:
         """A step, and its arguments as Lightning gives them for the first batch."""

@@ -53,7 +53,7 @@ class StepRunner:
 
     def __init__(self, module: Any, mesh: Mesh, pipeline: Pipeline | None, device: torch.device) -> None:
         self.module, self.mesh, self.pipeline, self.device = module, mesh, pipeline, device
-        self.agreement = Agreement(mesh, device)
+        self.agreement = Agreement(module.trainer, mesh, device)
         self._ring: RingAttention | None = None
         self._verified: set[str] = set()  # steps that were seen to be right on a shard
 

@@ -269,3 +269,48 @@ def test_what_is_logged_at_the_end_of_an_epoch_is_the_last_stages_and_decides_fo
         assert len(seen) == len(wanted)
         assert [step["rate"] for step in seen if "rate" in step] == [step["rate"] for step in wanted if "rate" in step]
         assert mine == pytest.approx(metrics, rel=1e-6)
+
+
+class Stopping(Net):
+    """Has enough when the last rank has come to the end of a step."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step = step
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.stop("train")
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.loss(batch)
+        self.stop("validate")
+
+    def stop(self, step: str) -> None:
+        if step == self.step and self.global_rank == self.trainer.world_size - 1:
+            self.trainer.should_stop = True
+
+
+@pytest.mark.parametrize("step", ["train", "validate"])
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}], ids=str)
+def test_a_step_that_stops_on_one_rank_stops_all(layout: dict[str, Any], step: str) -> None:
+    loaders = partial(_both, None, None)
+    want, _ = fit(partial(Stopping, step), loaders=loaders, max_epochs=3)
+    runs = world(partial(Stopping, step), layout, loaders=loaders, max_epochs=3)
+    assert [len(seen) for seen, _ in runs] == [1 if step == "train" else 4 // layout.get("dp", 1)] * 2
+    if "pp" in layout:
+        assert all(seen == [pytest.approx(one, abs=1e-12) for one in want] for seen, _ in runs)
+
+
+class StoppedDry(Net):
+    """Would stop in the dry run."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch[0].is_meta:
+            self.trainer.should_stop = True
+        return self.loss(batch)
+
+
+def test_a_dry_run_stops_no_fit() -> None:
+    assert [len(seen) for seen, _ in world(StoppedDry)] == [4, 4]
