@@ -33,7 +33,7 @@ from torch import Tensor
 
 HEAD, NAMES = 4, 256
 CELLS = HEAD + 3 * NAMES
-"""Numbers that one reduction carries: the hash, the counts of ranks at the end of their data, in doubt and about to stop, then three for each name."""
+"""Numbers that one reduction carries: the hash; the counts of ranks at their data's end, in doubt, about to stop; three for each name."""
 
 
 @dataclass
