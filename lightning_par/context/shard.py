@@ -43,6 +43,12 @@ class ShardedBatch(dict[str, Any]):
         """The same as a plain dict; this is no reading."""
         return dict(super().items())
 
+    def __copy__(self) -> ShardedBatch:
+        """With the same tensors; what is read of the copy is read of this, but copying is no reading."""
+        other = ShardedBatch(self.plain(), padded=self.padded)
+        other.read, other.weighed_as_causal = self.read, self.weighed_as_causal
+        return other
+
     def weight(self, *, causal: bool = True) -> Tensor:
         """What a mean loss over this shard counts, a 0-dim float64 tensor; this is no reading.
 

@@ -48,6 +48,8 @@ def batch_size(batch: Any) -> int:
 
 def children(value: Any) -> dict[Any, Any] | None:
     """The named parts of a mapping, dataclass or named tuple; None for anything else."""
+    if isinstance(value, dict):
+        return dict(dict.items(value))  # past the methods of one that keeps count of what is read
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

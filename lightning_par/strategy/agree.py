@@ -1,4 +1,11 @@
-"""One reduction a batch, after which every rank knows what was logged. See Note [Logging under any layout] in ``logs``."""
+"""One reduction a batch, after which every rank knows what was logged. See Note [Logging under any layout] in ``logs``.
+
+Note [Stopping]
+~~~~~~~~~~~~~~~
+A step may set ``trainer.should_stop``, by what only its rank knows: the last stage its loss, a replica that of its samples. The others
+would wait for that rank for ever; so if one has set it by the end of a batch, all do. Without a pipeline a GPU's numbers are read when the
+next batch comes: until then a rank that is not joined by all others takes its wish back.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
@@ -27,8 +35,8 @@ class Doubt:
 class Agreement:
     """Combines what the ranks of ``mesh.batch`` recorded for one batch, and replays it on all of them."""
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self.mesh, self.device = mesh, device
+    def __init__(self, trainer: pl.Trainer, mesh: Mesh, device: torch.device) -> None:
+        self.trainer, self.mesh, self.device = trainer, mesh, device
         self._options: dict[float, dict[str, dict[str, Any]]] = {}  # by hash: the names that travel, in order, and their options
         self._unchecked: tuple[Later, float, list[str]] | None = None
         self.more = False  # the step of the batch at hand returned more than its loss, on the last stage
@@ -45,6 +53,8 @@ class Agreement:
         doubts: Sequence[Doubt] = (),
     ) -> Tensor:
         """Agree on the loss and the logged values of a batch, log them, and return the loss (0-dim, float64). All ranks call.
+
+        Afterwards ``trainer.should_stop`` is set on all ranks if it was on one. See Note [Stopping].
 
         Args:
             losses, shares: of this rank's pieces; empty on ranks that have none.
@@ -70,6 +80,7 @@ class Agreement:
             cells[1] = last
             if doubts:
                 cells[2] = torch.stack([doubt.is_so for doubt in doubts]).any()
+        cells[3] = self.trainer.should_stop
         self.mesh.batch.all_reduce(cells)
         numbers = cells.tolist() if self.mesh.pp.size > 1 else None
         if numbers is not None and numbers[2]:
@@ -107,10 +118,11 @@ class Agreement:
     ) -> dict[str, dict[str, Any]]:
         """The names in the cells and their options, on every rank; checks that all ranks that logged mean the same names."""
         if numbers is None:
-            self._check(cells[:2], key * self.mesh.data.size, list(mine))
+            self._check(cells[:HEAD], key * self.mesh.data.size, list(mine))
             return mine
-        total, ends = numbers[:2]
+        total, ends, _, stops = numbers[:HEAD]
         self._require_same_end(ends)
+        self._stop_if(stops)
         agreed = total / self.mesh.data.size
         if speaks and agreed != key:
             raise _disagreement(list(mine))
@@ -126,20 +138,30 @@ class Agreement:
 
     def _check(self, found: Tensor, wanted: float, names: list[str]) -> None:
         """Raise if ranks disagree. On devices that run behind the host, the numbers are read when the next batch comes."""
-        self._check_last()
+        wants_to_stop = self.trainer.should_stop
+        is_decided = self._check_last()
         self._unchecked = (Later(found), wanted, names)
         if not found.is_cuda:
             self._check_last()
+        elif wants_to_stop and not is_decided:
+            self.trainer.should_stop = self._unchecked[0].read()[3].item() == self.mesh.batch.size
 
-    def _check_last(self) -> None:
+    def _check_last(self) -> bool:
+        """Whether what was unchecked says that all stop."""
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is None:
-            return
+            return False
         found, wanted, names = unchecked
-        total, ends = found.read().tolist()
+        total, ends, _, stops = found.read().tolist()
         if total != wanted:
             raise _disagreement(names)
         self._require_same_end(ends)
+        self._stop_if(stops)
+        return stops > 0
+
+    def _stop_if(self, stops: float) -> None:
+        if stops:
+            self.trainer.should_stop = True
 
     def _require_same_end(self, ends: float) -> None:
         if ends not in (0, self.mesh.data.size):

@@ -27,6 +27,7 @@ from lightning_par.checkpoint.savers import Background, Immediate, Saver
 from lightning_par.comm import Mesh
 from lightning_par.layout import LayoutError, ParallelLayout, RankGrid
 from lightning_par.numerics import seed_streams
+from lightning_par.pipeline import PipelineError
 from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import seams, state
 from lightning_par.strategy.assemble import Assembled, assemble
@@ -461,12 +462,14 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """[dp, ...]: the tensor of every data-parallel replica, or of the ranks of ``group``; with one replica the tensor itself."""
+        self._require_all_ranks("all_gather")
         if group is not None:
             return super().all_gather(tensor, group, sync_grads)
         return seams.gather(tensor, self.mesh.dp, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._require_all_ranks("reduce_boolean_decision")
         if self._is_alone:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
@@ -475,6 +478,7 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        self._require_all_ranks("barrier")
         if name == "Trainer.save_checkpoint":
             return  # a save ends together by itself, or in the background
         if self._mesh is not None and not self._is_alone:
@@ -482,7 +486,18 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._require_all_ranks("broadcast")
         return obj if self._mesh is None or self._is_alone else self._mesh.world.broadcast_object(obj, src)
+
+    def _require_all_ranks(self, call: str) -> None:
+        """Raise where some ranks would wait in ``call`` for others that never come: in a step of a pipeline."""
+        pipeline = self._assembled.pipeline if self._assembled is not None else None
+        if pipeline is not None and pipeline.layers.in_step:
+            raise PipelineError(
+                f"{call} within a step with pp={self.layout.pp}: all ranks must call it together, but only the last stage comes to the end "
+                "of a step, once for each micro-batch. Call it in a hook, as on_train_batch_end or on_validation_epoch_end, average what "
+                "you log by self.log(..., sync_dist=True), or use pp=1"
+            )
 
     @property
     def _is_alone(self) -> bool:
@@ -493,6 +508,7 @@ class HybridParallelStrategy(ParallelStrategy):
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole module's parameters and buffers on CPU, under its original names, on rank 0; None elsewhere. All ranks call."""
+        self._require_all_ranks("full_state_dict")
         return self._holdings.full_state_dict()
 
     @property
@@ -515,6 +531,7 @@ class HybridParallelStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None) -> None:
         """Write a sharded folder; all ranks call. See Note [A complete folder] in ``checkpoint.native``."""
+        self._require_all_ranks("save_checkpoint")
         if storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO plugin; this strategy writes its own sharded folders")
         assert self._attendance is not None

@@ -14,7 +14,7 @@ the user said of each, added up (a number of tokens), unless it was that of the 
 Numbers of one batch travel in one reduction of a fixed size, whatever they are called; its first cell holds a hash of the names, so that
 ranks that log different names find out instead of mixing numbers up. Its second counts the ranks for which the batch is the last of the
 epoch: where some have more batches than others, they would wait for each other in different places from the next one on. Its third
-counts the ranks that saw something wrong (see ``agree.Doubt``).
+counts the ranks that saw something wrong (see ``agree.Doubt``), its fourth those that want to stop (see Note [Stopping] in ``agree``).
 
 A stage before the last leaves the step on the way: what it has logged until then, the last stage logs too if it stands before the
 layers. What only that stage can log (inside its layers) would get lost, and is refused.
@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HEAD, NAMES = 3, 256
+HEAD, NAMES = 4, 256
 CELLS = HEAD + 3 * NAMES
-"""Numbers that one reduction carries: the hash, the counts of ranks at the end of their data and in doubt, then three for each name."""
+"""Numbers that one reduction carries: the hash; the counts of ranks at their data's end, in doubt, about to stop; three for each name."""
 
 
 @dataclass

@@ -1,8 +1,19 @@
-"""Cut a batch into the pieces that a pipeline and context shards work on, and put together what steps return for them."""
+"""Cut a batch into the pieces that a pipeline and context shards work on, and put together what steps return for them.
+
+Note [One piece, several runs]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank with several stages runs the step on a piece once for each. What a step does to its batch before the layers (``batch.pop``,
+``batch["y"] = ...``) must not meet the next run, so each gets containers and arrays of its own. Tensors may be large, and are the same for
+all: one that a run changes in place is refused while another run is to come. In evaluation, which keeps none of them, they are copied, as
+are those made in inference mode, which do not count their changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import copy
+from collections import Counter
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from numbers import Integral, Number
 from typing import Any
@@ -14,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_par.layout import Span, split
 from lightning_par.numerics import Array, are_samples, batch_size, children, with_children
+from lightning_par.pipeline import PipelineError, StageExit
 
 PLAIN = (str, bytes, Number, Enum, np.generic, type, type(None), torch.dtype, torch.device, torch.Size)
 """No data of single samples."""
@@ -65,6 +77,71 @@ def _take(value: Any, span: Span, size: int, name: str, *, is_top: bool = False)
         f"{name} is a {type(value).__name__}, and a pipeline cannot tell how to cut it into micro-batches. Give tensors, NumPy arrays, "
         "dicts, dataclasses, or lists with one item for each sample; or use microbatches=1"
     )
+
+
+class Handout:
+    """Hands out pieces of a batch, each to ``runs`` runs of a step. See Note [One piece, several runs]."""
+
+    def __init__(self, pieces: Sequence[Any], runs: int) -> None:
+        self._pieces, self._runs = pieces, runs
+        self._done: Counter[int] = Counter()
+
+    @contextmanager
+    def piece(self, m: int) -> Iterator[Any]:
+        """Piece ``m`` for one run, inside.
+
+        Raises:
+            PipelineError: the run, of a stage before the last, has changed a tensor that another is still to see.
+        """
+        self._done[m] += 1
+        if self._runs == 1:
+            yield self._pieces[m]
+            return
+        tensors = dict(_tensors(self._pieces[m], "batch")) if self._done[m] < self._runs else {}
+        before = {name: _changes(tensor) for name, tensor in tensors.items()}
+        try:
+            yield _own(self._pieces[m])
+        except StageExit:
+            if changed := [name for name, tensor in tensors.items() if _changes(tensor) != before[name]]:
+                raise PipelineError(
+                    f"the step changes {changed[0]} in place before the layers. This rank has {self._runs} stages, and runs the step on "
+                    "the same tensor once for each: it would be changed as often. Clone it first, or use chunks=1"
+                ) from None
+            raise
+
+
+def _changes(tensor: Tensor) -> int:
+    """How often the tensor, or another on the same memory, was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _own(value: Any) -> Any:
+    """The same in other containers."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Tensor):
+        return value.clone() if value.is_inference() or not torch.is_grad_enabled() else value
+    if isinstance(value, MutableMapping):
+        other = copy.copy(value)
+        for key, part in list(children(value).items()):
+            other[key] = _own(part)
+        return other
+    if type(value) in (list, tuple):
+        return type(value)(_own(item) for item in value)
+    parts = children(value) if not isinstance(value, PackedSequence) else None
+    return value if parts is None else with_children(value, {key: _own(part) for key, part in parts.items()})
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """By the names that messages have for them."""
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    parts = children(value)
+    if parts is None and isinstance(value, list | tuple):
+        parts = dict(enumerate(value))
+    for key, part in (parts or {}).items():
+        yield from _tensors(part, f"{name}[{key!r}]")
 
 
 def join(outputs: list[Any], shares: list[Tensor], samples: int, name: str) -> Any:

@@ -81,6 +81,12 @@ def loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer:
             f"{spectral[0]} has a spectral_norm: with pp={layout.pp} it would update its estimate of a weight's norm with every "
             "micro-batch, not once a batch; set microbatches=1 and chunks=1, or pp=1"
         )
+    frequent = [name for name, submodule in module.named_modules() if getattr(submodule, "scale_grad_by_freq", False)]
+    if frequent and ((layout.pp > 1 and layout.microbatches != 1) or layout.cp > 1):
+        found.append(
+            f"{frequent[0]} is an embedding with scale_grad_by_freq=True: with pp={layout.pp}, cp={layout.cp} it would count how often a "
+            "token is there in every part of a batch, not in the whole; set scale_grad_by_freq=False, or microbatches=1 and cp=1"
+        )
     if layout.pp > 1 and module.example_input_array is not None and (runs := _runs_example(trainer)):
         found.append(
             f"example_input_array with pp={layout.pp}: {runs} would run the model on it, but layers of other stages run only within "

@@ -30,7 +30,7 @@ from lightning_par.pipeline import Pipeline
 from lightning_par.strategy import seams
 from lightning_par.strategy.agree import Agreement, Doubt
 from lightning_par.strategy.logs import recording
-from lightning_par.strategy.pieces import join, microbatches, signature, sizes_of
+from lightning_par.strategy.pieces import Handout, join, microbatches, signature, sizes_of
 from lightning_par.zero import DataParallel
 
 Step = Callable[..., Any]
@@ -53,7 +53,7 @@ class StepRunner:
 
     def __init__(self, module: Any, mesh: Mesh, pipeline: Pipeline | None, device: torch.device) -> None:
         self.module, self.mesh, self.pipeline, self.device = module, mesh, pipeline, device
-        self.agreement = Agreement(mesh, device)
+        self.agreement = Agreement(module.trainer, mesh, device)
         self._ring: RingAttention | None = None
         self._verified: set[str] = set()  # steps that were seen to be right on a shard
 
@@ -98,15 +98,15 @@ class StepRunner:
         losses: list[Tensor] = []
         others: list[dict[str, Any]] = []
         unknown: list[Tensor] = []
-        watch = LabelWatch()
+        watch, handout = LabelWatch(), self._handout(pieces)
 
         with recording(self.module, self.device, deferred=True) as log:
 
             def forward(m: int) -> Tensor:
                 log.weight = pieces[m].share
                 watch.next_piece()
-                with context(), log.attempt(), watch if self.pipeline.is_last else nullcontext():
-                    output = step(pieces[m].batch, *args[1:], **kwargs)
+                with context(), log.attempt(), watch if self.pipeline.is_last else nullcontext(), handout.piece(m) as batch:
+                    output = step(batch, *args[1:], **kwargs)
                     unknown.append(self._is_unknown(output, pieces[m].share))
                 loss = self._loss_of(output)
                 if loss is None:
@@ -142,14 +142,15 @@ class StepRunner:
         samples = self._samples(args[0]) if self.pipeline else None
         pieces = self._pieces(args[0], self._count(samples) if self.pipeline else 1)
         outputs: list[Any] = []
-        watch = LabelWatch()
+        watch, handout = LabelWatch(), self._handout(pieces)
         with recording(self.module, self.device, deferred=self.pipeline is not None) as log, self.attention():
 
             def forward(m: int) -> None:
                 log.weight = pieces[m].share
                 watch.next_piece()
-                with context(), log.attempt(), watch if len(pieces) > 1 and self.pipeline.is_last else nullcontext():
-                    outputs.append(step(pieces[m].batch, *args[1:], **kwargs))
+                watching = watch if len(pieces) > 1 and self.pipeline.is_last else nullcontext()
+                with context(), log.attempt(), watching, handout.piece(m) as batch:
+                    outputs.append(step(batch, *args[1:], **kwargs))
 
             if self.pipeline is None:
                 forward(0)
@@ -205,6 +206,9 @@ class StepRunner:
             self._ring = ring_attention(self.mesh.cp, cut[0][1], padded=any(part.padded for part in parts))
         total = _weight(batch, tokens=self.mesh.cp.size > 1)
         return [Piece(part, (_weight(part) / total).to(self.device)) for part in parts]
+
+    def _handout(self, pieces: list[Piece]) -> Handout:
+        return Handout([piece.batch for piece in pieces], 1 if self.pipeline is None else self.pipeline.chunks)
 
     def _verify(self, step: str, batch: Any) -> None:
         """Once for each step: one that ran on a shard of a sequence must have used what makes it right there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_par.context import (
     shard_batch,
     verify_step,
 )
+from lightning_par.numerics import children
 
 
 def _group(index: int = 0, size: int = 2) -> Group:
@@ -138,6 +140,16 @@ def test_a_masked_language_model_weighted_by_shifted_labels_is_found_out() -> No
 def test_a_step_that_attends_by_other_means_is_found_out() -> None:
     with pytest.raises(AttentionNotUsedError, match="scaled_dot_product_attention"):
         _step({}, "position_ids")
+
+
+def test_looking_at_its_parts_or_copying_is_no_reading() -> None:
+    batch = ShardedBatch({"a": 1, "b": 2}, padded=True)
+    other = copy.copy(batch)
+    assert children(batch) == children(other) == {"a": 1, "b": 2}
+    assert other.padded
+    assert not batch.read
+    assert other["a"] == 1
+    assert batch.read == {"a"}
 
 
 @pytest.mark.parametrize("read", [lambda b: (lambda **_: None)(**b), lambda b: dict(b), lambda b: list(b.items()), lambda b: {**b}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ class EverySecond(Net):
         (ClassWeights, data, "class weights, have no common weight"),
         (Validated, partial(data, 13), r"average over \[2, 3\] targets"),
         (Validated, partial(_both, None, 13), r"evaluate(?s:.*)average over \[2, 3\] targets"),
-        (EverySecond, data, r"the loss is NaN, and what the stage before sent is not.*there are: embed"),
+        (EverySecond, data, r"the loss is NaN, and what the stage before sent is not.*a module before the layers \(embed\)"),
     ],
     ids=[
         "log in a layer",
@@ -269,3 +270,166 @@ def test_what_is_logged_at_the_end_of_an_epoch_is_the_last_stages_and_decides_fo
         assert len(seen) == len(wanted)
         assert [step["rate"] for step in seen if "rate" in step] == [step["rate"] for step in wanted if "rate" in step]
         assert mine == pytest.approx(metrics, rel=1e-6)
+
+
+class Stopping(Net):
+    """Has enough when the last rank has come to the end of a step."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step = step
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.stop("train")
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.loss(batch)
+        self.stop("validate")
+
+    def stop(self, step: str) -> None:
+        if step == self.step and self.global_rank == self.trainer.world_size - 1:
+            self.trainer.should_stop = True
+
+
+@pytest.mark.parametrize("step", ["train", "validate"])
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}], ids=str)
+def test_a_step_that_stops_on_one_rank_stops_all(layout: dict[str, Any], step: str) -> None:
+    loaders = partial(_both, None, None)
+    want, _ = fit(partial(Stopping, step), loaders=loaders, max_epochs=3)
+    runs = world(partial(Stopping, step), layout, loaders=loaders, max_epochs=3)
+    assert [len(seen) for seen, _ in runs] == [1 if step == "train" else 4 // layout.get("dp", 1)] * 2
+    if "pp" in layout:
+        assert all(seen == [pytest.approx(one, abs=1e-12) for one in want] for seen, _ in runs)
+
+
+class StoppedDry(Net):
+    """Would stop in the dry run."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch[0].is_meta:
+            self.trainer.should_stop = True
+        return self.loss(batch)
+
+
+def test_a_dry_run_stops_no_fit() -> None:
+    assert [len(seen) for seen, _ in world(StoppedDry)] == [4, 4]
+
+
+class Together(Net):
+    """Calls what all ranks must call at the end of a step."""
+
+    def __init__(self, call: str, folder: Path) -> None:
+        super().__init__()
+        self.call, self.folder = call, folder
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if not loss.is_meta and self.call != "validate":
+            self.together(loss.detach())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch)
+        if not loss.is_meta and self.call == "validate":
+            self.trainer.strategy.barrier()
+
+    def together(self, loss: Tensor) -> None:
+        match self.call:
+            case "all_gather":
+                self.all_gather(loss)
+            case "save_checkpoint":
+                self.trainer.save_checkpoint(self.folder / "in step")
+            case "broadcast":
+                self.trainer.strategy.broadcast(loss)
+            case "barrier":
+                self.trainer.strategy.barrier()
+            case "reduce_boolean_decision":
+                self.trainer.strategy.reduce_boolean_decision(loss.item() > 0)
+
+
+@pytest.mark.parametrize("call", ["all_gather", "save_checkpoint", "broadcast", "barrier", "reduce_boolean_decision", "validate"])
+def test_what_all_ranks_must_call_is_refused_within_steps(call: str, tmp_path: Path) -> None:
+    why = f"{'barrier' if call == 'validate' else call} within a step with pp=2: all ranks must call it together.*on_train_batch_end"
+    with pytest.raises(WorldError, match=why):
+        world(partial(Together, call, tmp_path), loaders=_both)
+
+
+@pytest.mark.parametrize("call", ["all_gather", "barrier", "validate"])
+def test_without_a_pipeline_steps_may_call_what_all_ranks_call(call: str, tmp_path: Path) -> None:
+    assert [len(seen) for seen, _ in world(partial(Together, call, tmp_path), {"dp": 2}, loaders=_both)] == [2, 2]
+
+
+CHUNKS = [{"pp": 2, "schedule": schedule, "chunks": 2, "microbatches": 2} for schedule in ("interleaved_1f1b", "zbv")]
+
+
+@dataclass
+class Classes:
+    y: Tensor
+
+
+def _collated(rows: list[Any]) -> dict[str, Any]:
+    x, y = (torch.stack(column) for column in zip(*rows, strict=True))
+    return {"x": x, "several": [y], "named": Classes(y), "array": y.numpy().copy()}
+
+
+def _containers() -> tuple[DataLoader, DataLoader]:
+    loader = DataLoader(data().dataset, batch_size=6, collate_fn=_collated)
+    return loader, loader
+
+
+class Rewriting(Net):
+    """Changes containers and arrays of its batch before the layers, and in validation tensors behind them."""
+
+    def rewritten(self, batch: dict[str, Any]) -> list[Tensor]:
+        batch["array"] += 1
+        batch["named"].y = batch["named"].y + torch.as_tensor(batch["array"])
+        batch["several"][0] = batch["several"][0] + batch["named"].y
+        return [batch.pop("x"), batch["several"].pop() % 3]
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return self.loss(self.rewritten(batch))
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        x, y = self.rewritten(batch)
+        batch["named"].y.zero_()
+        self.log("val_loss", self.loss([x, y]))
+        x.zero_()
+
+
+@pytest.mark.parametrize("layout", CHUNKS, ids=str)
+def test_what_a_step_does_to_its_batch_meets_no_other_stage_of_the_rank(layout: dict[str, Any]) -> None:
+    want, metrics = fit(Rewriting, loaders=_containers)
+    for seen, logged in world(Rewriting, layout, loaders=_containers):
+        assert seen == [pytest.approx(one, abs=1e-12) for one in want]
+        assert logged == pytest.approx(metrics, abs=1e-6)
+
+
+class InPlace(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        batch[1].add_(1).remainder_(3)
+        return self.loss(batch)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        batch[1].add_(1).remainder_(3)
+        self.log("val_loss", self.loss(batch))
+
+
+class InPlaceValidation(InPlace):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("layout", CHUNKS, ids=str)
+def test_a_tensor_of_the_batch_changed_in_place_between_stages_of_a_rank_is_refused(layout: dict[str, Any]) -> None:
+    with pytest.raises(WorldError, match=r"the step changes batch\[1\] in place before the layers.*Clone it first, or use chunks=1"):
+        world(InPlace, layout)
+
+
+@pytest.mark.parametrize(("build", "layout"), [(InPlace, {"pp": 2}), (InPlaceValidation, CHUNKS[0])], ids=["one stage", "validation"])
+def test_tensors_changed_in_place_are_right_where_no_other_run_sees_them(build: Any, layout: dict[str, Any]) -> None:
+    want, metrics = fit(build, loaders=_both)
+    for seen, logged in world(build, layout, loaders=_both):
+        assert seen == [pytest.approx(one, abs=1e-12) for one in want]
+        assert logged == pytest.approx(metrics, abs=1e-6)

@@ -126,6 +126,8 @@ class Stateful(TinyGPT):
         super().__init__(layers=2)
         if what == "instance norm":
             self.extra = nn.InstanceNorm1d(2, track_running_stats=True)
+        elif what == "frequent":
+            self.extra = nn.Embedding(2, 2, scale_grad_by_freq=True)
         elif what == "example":
             self.example_input_array = torch.zeros(1, 3, dtype=torch.long)
         else:
@@ -138,6 +140,7 @@ class Stateful(TinyGPT):
         ("instance norm", r"extra is an instance norm with track_running_stats=True: with pp=2"),
         ("parametrized", r"extra\.0\.parametrizations\.weight\.0 has a spectral_norm: with pp=2"),
         ("by a hook", r"extra\.0 has a spectral_norm: with pp=2"),
+        ("frequent", r"extra is an embedding with scale_grad_by_freq=True: with pp=2"),
         ("example", r"example_input_array with pp=2: the model summary.*enable_model_summary=False"),
     ],
 )
