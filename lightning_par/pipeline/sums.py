@@ -80,8 +80,8 @@ class _Use(ABC):
 
     @property
     @abstractmethod
-    def saved(self) -> Tensor:
-        """What the node keeps for the gradient of the weight."""
+    def saved(self) -> Tensor | None:
+        """What the node keeps for the gradient of the weight; None if it does not, or someone brings it back: then it cannot add."""
 
     @abstractmethod
     def sum_up(self, sum_: Tensor, dy: Tensor) -> None:
@@ -126,7 +126,7 @@ class _Product(_Use):
 
     @property
     @override
-    def saved(self) -> Tensor:
+    def saved(self) -> Tensor | None:
         return _saved(self.node, _FIRST_FACTORS[type(self.node).__name__])
 
     @override
@@ -147,7 +147,7 @@ class _Lookup(_Use):
 
     @property
     @override
-    def saved(self) -> Tensor:
+    def saved(self) -> Tensor | None:
         return _saved(self.node, "indices")
 
     @override
