@@ -4,23 +4,24 @@ A layer may return a tensor (most do, and it need not be taken apart), or any ne
 values. Its *form* is the same nesting with a ``TensorForm`` in place of each tensor: plain data that compares equal, pickles, and tells
 the receiver what to allocate. The tensors travel in the order of the nesting. Gradients come back for the floating and complex ones,
 always for all of them: whether a gradient exists must not depend on what one side happens to have frozen. Where autograd found none, zeros
-are sent.
+are sent. What the step does not hand to the next layer stays where it is: an ``Unknown`` stands for it on later stages. The forms of all
+layers so far go along, once for each, so that later stages can answer for any of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
-from typing_extensions import override
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_par.pipeline.errors import PipelineError
-from lightning_par.pipeline.shown import Absent
+from lightning_par.pipeline.unknown import Blanks, Origin, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,19 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class Withheld:
-    """In the place of a tensor that stays on its stage: ``layer`` returned it, and a dry run has seen nobody use it."""
+    """In the place of a tensor that stays on its stage."""
 
-    layer: str
     form: TensorForm
 
 
-PLAIN = (Withheld, type(None), bool, int, float, str, torch.dtype, torch.device)
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """In the place of what no stage can hand on."""
+
+    kind: str
+
+
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def has_gradient(dtype: torch.dtype) -> bool:
@@ -54,23 +61,28 @@ def has_gradient(dtype: torch.dtype) -> bool:
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether this may be in a layer's output: a tensor or a plain value."""
+    """Whether this can be handed on: a tensor or a plain value."""
     return isinstance(leaf, (Tensor, *PLAIN))
 
 
 def form_of(output: Any) -> Any:
-    """The form of a layer's output. Values that are neither tensors nor plain are refused."""
+    """The form of a layer's output."""
     if isinstance(output, Tensor):
         return TensorForm(tuple(output.shape), output.dtype)
-    for leaf in tree_leaves(output):
-        if not is_plain(leaf):
-            raise cannot_be_handed(type(leaf).__name__, "the last layer of a stage")
-    return tree_map_only(Tensor, _form, output)
+    return tree_map(_form, output)
 
 
-def _form(tensor: Tensor) -> TensorForm | Withheld:
-    form = TensorForm(tuple(tensor.shape), tensor.dtype)
-    return Withheld(tensor.absent_name, form) if isinstance(tensor, NotSent) else form
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TensorForm(tuple(leaf.shape), leaf.dtype)
+    return leaf if isinstance(leaf, PLAIN) else Opaque(type(leaf).__name__)
+
+
+def require_handable(form: Any) -> None:
+    """Refuse the form of an output that cannot be handed to the next stage."""
+    for leaf in tree_leaves(form):
+        if isinstance(leaf, Opaque):
+            raise cannot_be_handed(leaf.kind, "the last layer of a stage")
 
 
 def cannot_be_handed(kind: str, giver: str) -> PipelineError:
@@ -80,11 +92,18 @@ def cannot_be_handed(kind: str, giver: str) -> PipelineError:
     )
 
 
+def withhold(output: Any, form: Any, places: Collection[int]) -> tuple[Any, Any]:
+    """The output and its form without the tensors in these places, counted along the nesting."""
+    if not places:
+        return output, form
+    count, other = itertools.count(), itertools.count()
+    sent = tree_map_only(Tensor, lambda tensor: None if next(count) in places else tensor, output)
+    return sent, tree_map_only(TensorForm, lambda one: Withheld(one) if next(other) in places else one, form)
+
+
 def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of a layer's output, in order; of what a stage received, those that were sent."""
-    if isinstance(output, Tensor):
-        return [output]
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and not isinstance(leaf, NotSent)]
+    """The tensors of a layer's output, in order."""
+    return [output] if isinstance(output, Tensor) else [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def tensor_forms(form: Any) -> list[TensorForm]:
@@ -99,26 +118,37 @@ def gradient_forms(form: Any) -> list[TensorForm]:
     return [leaf for leaf in tensor_forms(form) if has_gradient(leaf.dtype)]
 
 
-def rebuild(form: Any, tensors: Iterable[Tensor]) -> Any:
-    """The layer's output again, with these tensors in it."""
+def rebuild(form: Any, tensors: Iterable[Tensor], absent: Absent) -> Any:
+    """The layer's output again, with these tensors in it, and unknown ones where some were withheld."""
     left = iter(tensors)
     if isinstance(form, TensorForm):
         return next(left)
-    whole = tree_map_only(TensorForm, lambda _: next(left), form)
-    return tree_map_only(Withheld, lambda gone: NotSent.of(gone.form.empty(torch.device("meta")), gone.layer), whole)
+    return tree_map(lambda leaf: next(left) if isinstance(leaf, TensorForm) else absent(leaf), form)
 
 
-class NotSent(Absent):
-    """What a stage sees in the place of a tensor that was withheld: it may be kept and handed on, and whoever computes with it is told."""
+@dataclass(frozen=True)
+class Absent:
+    """Makes what stands for a layer's output on other stages: one form of it after the other."""
 
-    @staticmethod
-    @override
-    def refusal(name: str) -> PipelineError:
-        return PipelineError(
-            f"what {name} returned besides the hidden state is used, which a dry run of the step had not seen: it stayed on its pipeline "
-            "stage. Carry it through the layers with the hidden state, x, total = layer(x, total), or use it in every step, in training "
-            "and in validation, so that it is seen; or use pp=1"
-        )
+    origin: Origin
+    device: torch.device
+    blanks: Blanks
+
+    def __call__(self, leaf: Any) -> Any:
+        form = leaf.form if isinstance(leaf, Withheld) else leaf
+        if isinstance(form, TensorForm):
+            return unknown(form.shape, form.dtype, self.device, self.origin, self.blanks)
+        return UnknownObject(self.origin) if isinstance(leaf, Opaque) else leaf
+
+
+class UnknownObject:
+    """What a layer returned that is no tensor, and is elsewhere."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.__dict__["unknown_origin"] = origin
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.unknown_origin.refused(f"the step's use of .{name}")
 
 
 def messages_of(output: Any) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,21 +20,18 @@ from lightning_par.pipeline.boundary import (
     Inlet,
     TensorForm,
     edges_of,
-    form_of,
     gradient_forms,
-    has_gradient,
     messages_of,
-    rebuild,
     tensor_forms,
-    tensors_of,
 )
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.inbox import Inbox
 from lightning_par.pipeline.lower import receive_of, send_of_free
 from lightning_par.pipeline.plan import forward_plan, schedule_of, training_plan
 from lightning_par.pipeline.split import Balance, Placement, cut, place
-from lightning_par.pipeline.stage import StageExit, StageLayers
+from lightning_par.pipeline.stage import Arrived, StageExit, StageLayers
 from lightning_par.pipeline.sums import backward_summing, is_large
+from lightning_par.pipeline.unknown import require_known
 from lightning_par.pipeline.uses import Uses
 
 
@@ -210,14 +206,11 @@ class _Step:
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         inlet = self._enter(action) if stage > 0 else None
-        is_new = self._key(stage, microbatch) not in self.forms
-        output = self._run_stage(action, inlet)
-        if is_new and self.grad and inlet is not None:
-            self._look_for_nan(action, inlet.tensors, output)
-        if stage < self.last_stage:
-            self._keep_output(action, output, is_new)
+        result = self._run_stage(action, inlet)
+        if isinstance(result, StageExit):
+            self._keep_output(action, result.output, result.forms)
         else:
-            self._keep_loss(action, output)
+            self._keep_loss(action, result)
         if self.grad and inlet is not None:
             inlet.tensors.clear()
             self.inlets[stage, microbatch] = inlet
@@ -257,37 +250,45 @@ class _Step:
         return Inlet(self._collect(action._replace(kind=Kind.RECV_F)), grad=self.grad)
 
     def _run_stage(self, action: Action, inlet: Inlet | None) -> Any:
-        """The output of the stage's last layer, or what the user's step returns on the last stage."""
-        stage = action.stage
-        received = None if inlet is None else rebuild(self.forms[self._key(stage - 1, action.microbatch)], inlet.tensors)
+        """How the stage was left, or what the user's step returns on the last stage."""
+        stage, arrived = action.stage, Arrived()
+        if inlet is not None:
+            arrived = Arrived(inlet.tensors, self.forms[self._key(stage - 1, action.microbatch)])
         self.streams.begin(action.microbatch)
-        with self.pipeline.layers.active(stage, received, partial(self.streams.reach, action.microbatch, stage)):
+        with self.pipeline.layers.active(stage, arrived, partial(self.streams.reach, action.microbatch, stage)):
             try:
                 result = self.forward(action.microbatch)
             except StageExit as stop:
-                return stop.output
+                return stop.with_traceback(None)
         if stage < self.last_stage:
             raise PipelineError(
                 f"the step came to its end on stage {stage} of {self.last_stage + 1}, which must end inside "
                 f"{self.pipeline.placement.layers}: either it did not run the layers, or a bare `except:` in it caught the exit of the "
                 "stage (catch Exception instead)"
             )
+        require_known(result, "the loss" if self.grad else "what the step returns")
         return result
 
-    def _keep_output(self, action: Action, output: Any, is_new: bool) -> None:
+    def _keep_output(self, action: Action, output: Any, forms: tuple[Any, ...]) -> None:
         """Make ready what the next stage needs, and the way back for its gradient."""
         receive = receive_of(action._replace(kind=Kind.SEND_F))
-        key, form = self._key(action.stage, action.microbatch), form_of(output)
-        if self.forms.setdefault(key, form) != form:
-            raise PipelineError(
-                f"stage {action.stage} returned {form} where it returned {self.forms[key]} before, for a micro-batch of the same shapes "
-                f"({self.signatures[action.microbatch]}): shapes between stages may depend on the shapes of the batch only"
-            )
+        key = self._key(action.stage, action.microbatch)
+        is_new = key not in self.forms
+        if self.forms.setdefault(key, forms) != forms:
+            raise self._another_form(action, forms, self.forms[key])
         if is_new and self._rank(receive.stage) != self.pipeline.index:
-            self.headers[receive] = form
+            self.headers[receive] = forms
         self.outgoing[receive] = messages_of(output)
         if self.grad:
             self.graphs[action.stage, action.microbatch] = edges_of(output)
+
+    def _another_form(self, action: Action, now: tuple[Any, ...], before: tuple[Any, ...]) -> PipelineError:
+        layer, form, other = next((i, one, two) for i, (one, two) in enumerate(zip(now, before, strict=True)) if one != two)
+        return PipelineError(
+            f"on stage {action.stage}, layer {layer} of {self.pipeline.placement.layers} returned {form} where it returned {other} before, "
+            f"for a micro-batch of the same shapes ({self.signatures[action.microbatch]}): shapes, and what layers return besides tensors, "
+            "may depend on the shapes of the batch only"
+        )
 
     def _keep_loss(self, action: Action, loss: Any) -> None:
         self.forms.setdefault(self._key(action.stage, action.microbatch), ())
@@ -300,16 +301,6 @@ class _Step:
         self.graphs[action.stage, action.microbatch] = [get_gradient_edge(loss)]
         self.seeds[action.microbatch] = torch.ones_like(loss)
 
-    def _look_for_nan(self, action: Action, tensors: list[Tensor], output: Any) -> None:
-        """Warn where a stand-in's NaN may have gone on. See Note [The unmodified forward]."""
-        if _has_nan(tensors_of(output)) and not _has_nan(tensors):
-            warnings.warn(
-                f"NaN appeared on pipeline stage {action.stage}, from an input without it. Unless the layers overflow, something "
-                f"on this stage reads what only the first stage computes ({', '.join(self.pipeline.placement.before)}): pass it through "
-                "the layers' outputs",
-                stacklevel=2,
-            )
-
     def _collect(self, receive: Action) -> list[Tensor]:
         """The tensors of a receive; from this rank's own hands where both stages live here."""
         source = self._source(receive)
@@ -320,7 +311,7 @@ class _Step:
         form = self.forms.get(self._key(receive.stage - 1 if forward else receive.stage, receive.microbatch))
         if form is None:
             return None
-        return tensor_forms(form) if forward else gradient_forms(form)
+        return tensor_forms(form[-1]) if forward else gradient_forms(form[-1])
 
     def _learn(self, receive: Action, form: object) -> None:
         self.forms[self._key(receive.stage - 1, receive.microbatch)] = form
@@ -334,7 +325,3 @@ class _Step:
 
     def _source(self, receive: Action) -> int:
         return self._rank(receive.stage + (-1 if receive.kind is Kind.RECV_F else 1))
-
-
-def _has_nan(tensors: Sequence[Tensor]) -> bool:
-    return any(bool(tensor.isnan().any()) for tensor in tensors if has_gradient(tensor.dtype))

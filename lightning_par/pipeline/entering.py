@@ -14,7 +14,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_par.pipeline.known import META, Known, memory_of, tensors_in
+from lightning_par.pipeline.known import META, Known, memory_of
+from lightning_par.pipeline.torch_functions import tensors_in
 
 
 class _Stand(NamedTuple):

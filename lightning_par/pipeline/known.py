@@ -16,6 +16,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_par.pipeline.torch_functions import tensors_in
+
 LIMIT, SMOOTH_LIMIT = 2**24, 2**20
 """Elements of a tensor up to which its numbers are kept; of one that a function made of floating or complex numbers."""
 
@@ -123,10 +125,6 @@ class Known:
         if isinstance(leaf, Tensor):
             return self._numbers[leaf][0]
         return CPU if isinstance(leaf, torch.device) and leaf == META else leaf
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 class _State(NamedTuple):

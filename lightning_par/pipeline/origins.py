@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from lightning_par.pipeline.backward import is_leaf
 from lightning_par.pipeline.entering import Entering
-from lightning_par.pipeline.known import META, Known, memory_of, tensors_in
+from lightning_par.pipeline.known import META, Known, memory_of
+from lightning_par.pipeline.torch_functions import NUMBERS, asked_for_numbers, tensors_in, writes
 
 Leaves = frozenset[Tensor]
 
@@ -57,8 +58,8 @@ class Origins(TorchFunctionMode):
         if name in _MOVES:
             func, name, args, kwargs = Tensor.to, "to", (args[0], META), {}
         args, kwargs, moved = _on_meta(name, args, kwargs)
-        args, kwargs = self._entering((args, kwargs), always=moved or name in _COPIES or _writes(name, kwargs))
-        if name in _NUMBERS and not self.known.knows(args):
+        args, kwargs = self._entering((args, kwargs), always=moved or name in _COPIES or writes(name, kwargs))
+        if name in NUMBERS and not self.known.knows(args):
             self._asked(self.of(args) | leaves_of(tensors_in(args)))
         try:
             output = self._filled(func, args, kwargs) if name in _FILLED else self.known.call(func, args, kwargs)
@@ -68,7 +69,7 @@ class Origins(TorchFunctionMode):
         outputs = tensors_in(args[0] if name == "__setitem__" else output)
         if not outputs:
             return output
-        given = tensors_in(_asked_for_numbers(name, args, kwargs))
+        given = tensors_in(asked_for_numbers(name, args, kwargs))
         origins = self.of(given)
         if origins:
             self._used(origins)
@@ -94,21 +95,12 @@ class Origins(TorchFunctionMode):
         return self.known.call(Tensor.fill_, (self.known.call(func, args, kwargs), fill.detach()), {})
 
 
-_LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}) | {
-    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-}
-"""Functions that ask their first argument for its shape, dtype and device only."""
-
 _MOVES = ("cpu", "cuda", "xpu", "pin_memory")
 
 _COPIES = ("tensor", "as_tensor", "asarray")
 """Functions that make a tensor on the default device of what they are given."""
 
-_WRITES = ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__iand__", "__ior__", "__ixor__")
-
 _FILLED = ("full", "full_like", "new_full")
-
-_NUMBERS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__contains__")
 
 
 def _on_meta(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
@@ -123,18 +115,6 @@ def _on_meta(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if placed:
         args = args[0], META, *args[2:]
     return args, kwargs, bool(devices) or named or placed
-
-
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes to its arguments."""
-    return name in _WRITES or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
-
-
-def _asked_for_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of which a function takes more than shape, dtype and device."""
-    if name in _LIKE:
-        return args[1:], {key: value for key, value in kwargs.items() if key not in ("input", "self")}
-    return args[0] if name == "to" or name.endswith("_as") else (args, kwargs)
 
 
 def _place(tensor: Tensor) -> UntypedStorage | Tensor:

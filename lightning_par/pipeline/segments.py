@@ -9,22 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from lightning_par.pipeline.boundary import Inlet, is_plain, tensors_of
+from lightning_par.pipeline.boundary import Inlet, is_plain
 from lightning_par.pipeline.shown import Shown
 
 Close = Callable[[int, list[Tensor], Tensor | None], None]
 """Told where a segment ends: its number, the tensors of its end that need a gradient, and the leaf behind its beginning."""
-
-
-Extra = tuple[int, int, int]
-"""A layer, the place of a tensor in its output, but for the first, and how many tensors that has."""
 
 
 class Segments:
@@ -49,10 +44,6 @@ class Segments:
         """The layer behind whose output a leaf is, for each leaf there."""
         self.within: dict[Tensor, int] = {}
         """The layer into which a leaf leads, for each leaf before a layer."""
-        self.extras: dict[tuple[Node, int], Extra] = {}
-        """Where the gradients of extras enter the graph behind their layer."""
-        self.made: list[tuple[Extra, ref[Tensor]]] = []
-        """Those extras themselves, as long as anybody has them."""
         self.opaque: dict[int, Any] = {}
         """By layer, what is in its output that is neither a tensor nor plain: it could not be cut there."""
 
@@ -86,11 +77,6 @@ class Segments:
         self.at = index + 2
         if self.entry is not None:
             self.behind[self.entry] = index
-        tensors = tensors_of(output)
-        for place, tensor in enumerate(tensors):
-            if place and tensor.requires_grad:
-                extra = self.extras[tensor.grad_fn, tensor.output_nr] = index, place, len(tensors)
-                self.made.append((extra, ref(tensor)))
         return output
 
     def _turn(self, segment: int, values: Any) -> Any:

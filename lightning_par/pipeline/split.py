@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 from torch import nn
@@ -175,7 +174,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _check_between(placement: Placement, uses: Uses) -> None:
-    """All that a stage knows of earlier layers is what the last of them returned: nothing skips it, nothing is left behind."""
+    """What a dry run saw of what Note [The unmodified forward] refuses: nothing skips a stage, nothing is left behind."""
     names = [f"{placement.layers}.{name}" for name in placement.members]
     opaque = dict(uses.opaque)
     for span in placement.spans[:-1]:
@@ -206,9 +205,8 @@ def cut(module: nn.Module, placement: Placement, stages: Collection[int], uses: 
     """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere."""
     spans = {stage: placement.spans[stage] for stage in stages}
     name, uses = placement.layers, uses or Uses()
-    layers = StageLayers(module.get_submodule(name), spans, stages=len(placement.spans), name=name, traces=uses.traces, spare=uses.spare)
+    layers = StageLayers(module.get_submodule(name), spans, stages=len(placement.spans), name=name, traces=uses.traces)
     _replace(module, placement.layers, layers)
-    in_step = partial(getattr, layers, "in_step")
     here = [*(placement.before if 0 in spans else ()), *(placement.after if len(placement.spans) - 1 in spans else ())]
     for name in dict.fromkeys([*placement.before, *placement.after]):
         part = module.get_submodule(name)
@@ -216,7 +214,7 @@ def cut(module: nn.Module, placement: Placement, stages: Collection[int], uses: 
             if name in placement.before:
                 Apart(part)
         else:
-            _replace(module, name, BeforeLayers(part, in_step) if name in placement.before else AfterLayers(part, name))
+            _replace(module, name, BeforeLayers(part, name, layers) if name in placement.before else AfterLayers(part, name, layers))
     return layers
 
 

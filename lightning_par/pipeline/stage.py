@@ -6,8 +6,8 @@ Every rank runs the user's whole ``training_step`` for every micro-batch and sta
 stage with layers ``first .. last`` is active, calling
 
 =======================================  =================================================================================
-a module before the layers               gives NaN of the right shape, dtype and device on all but stage 0
-layer ``i < first - 1``                  gives NaN, too, of the shape and dtype of what follows
+a module before the layers               gives what is unknown, of the right form, on all but stage 0
+layer ``i < first - 1``                  gives what is unknown, of the form that it returned on its stage
 layer ``first - 1``                      gives what it returned on the previous stage
 layer ``first .. last``                  runs it
 any layer after ``last``                 raises ``StageExit`` with what layer ``last`` returned
@@ -18,79 +18,76 @@ So the loop sees every layer at its own place, whether it iterates, enumerates, 
 ``except Exception`` in user code does not catch it. Its call is outside the last layer's own, so that activation checkpointing of that
 layer is complete by then.
 
-This is right if everything a layer reads is the previous layer's output, or is computed by each rank for itself (masks, positions,
-rotary angles), and if a layer's output goes nowhere but into the next layer. The rest is wrong, and is met like this:
+This is right if what counts is computed from the previous stage's last output, and from what each rank computes for itself (masks,
+positions, rotary angles; what the loop does with that output before the next layer). All else comes from what is unknown, and is refused by
+name where it would count: see Note [What is not known here]. Much of it a dry run has seen (see Note [What a dry run sees]): then the
+module is on every stage that uses it, or the model is refused before anything runs.
 
-======================================================  ==================================================================
-the loop changes the hidden state between the layers    refused where a stage ends: the call after its last layer must be given
-(``x = x + layer(x)``)                                  every tensor which that layer returned
-the loop keeps what a layer returns besides the         refused: within a stage, too, every tensor but the first (the hidden
-hidden state (``x, aux = layer(x); total += aux``)      state) must be given to the next layer: others know what the last layer of
-                                                        a stage returned, but of no other. If a dry run has seen that nobody uses it,
-                                                        it stays on its stage, and who uses it after all, in another step, is told
-a module's output goes to every layer, or past them     right where a dry run has seen it (the module is then on every stage that
-(``layer(x, embedding)``)                               uses it), also of masks and indices that the step makes of it; else the
-                                                        stand-ins' NaN reaches the loss, and whole numbers of a module are refused
-a layer leaves something on an attribute, the step      refused where a dry run has seen it, or a stage comes upon a part, a weight or
-calls a part of one, or uses a weight of it             such an attribute of a layer that it has not
-the loop hands an output on, unchanged, and uses it a   refused where a dry run has seen it, unless no stage begins in between;
-second time (``total += probe(x)``)                     else the NaN of earlier layers reaches the loss
-======================================================  ==================================================================
+Of a layer's output, tensors that the loop hands to the next layer as they are go on; the hidden state, which comes first, always does.
+Others stay on their stage, and are unknown elsewhere (attention weights, auxiliary losses), unless the loop has changed the hidden state:
+then the next stage does so again, and may need all of them. What it changes in place between two stages would be changed twice, and is
+refused. So is what a layer leaves on an attribute, if a stage comes upon it where the layer did not run.
 
-A loss that is NaN for such a reason is refused. A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``.
-What cannot be seen is a loop that changes an output in place, or, where the step cannot run dry, makes a mask or an index of what only
-other stages compute: no number is greater than NaN.
+A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from inspect import ismethod
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 from typing_extensions import override
 
 from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
-from lightning_par.pipeline.boundary import NotSent, Withheld, form_of, has_gradient, is_plain, tensors_of
+from lightning_par.pipeline.boundary import Absent, form_of, is_plain, rebuild, require_handable, tensors_of, withhold
 from lightning_par.pipeline.errors import PipelineError
-from lightning_par.pipeline.segments import Extra
-from lightning_par.pipeline.shown import HOW_TO_CARRY, Elsewhere, Shown, not_here, seen_from_afar
+from lightning_par.pipeline.shown import HOW_TO_CARRY, Elsewhere, Home, Shown, seen_from_afar, weights_of
 from lightning_par.pipeline.traces import Trace, marks, traces
+from lightning_par.pipeline.unknown import Blanks, Origin, require_known, unknown, unknown_weight
 
 KNOWN = 1000
 """Calls that a stand-in remembers: plain values that never come again (a count of steps) must not fill memory."""
 
 
 class StageExit(BaseException):
-    """Unwinds the user's step when its stage is done; ``output`` is what the stage's last layer returned."""
+    """Unwinds the user's step when its stage is done.
 
-    def __init__(self, output: Any) -> None:
+    Attributes:
+        output: what the stage's last layer returned, as it is sent.
+        forms: of what each layer so far returned, that one as it is sent.
+    """
+
+    def __init__(self, output: Any, forms: tuple[Any, ...]) -> None:
         super().__init__("a pipeline stage is done")
-        self.output = output
+        self.output, self.forms = output, forms
 
 
 class StandIn(nn.Module):
-    """Stands where a module was. Attributes are those of the module; its parameters are not found here."""
+    """Stands where a module was. Attributes are those of the module; its parameters are found here by steps only."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, name: str, home: Home | None) -> None:
         super().__init__()
-        self._hide(_stands_for=module)
+        self._hide(_stands_for=module, _name=name, _home=home)
 
     def _hide(self, **attributes: Any) -> None:
         """Set attributes without registering them as submodules, parameters or buffers."""
         for name, value in attributes.items():
             object.__setattr__(self, name, value)
+
+    @override
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        """Within a step, as if the module were here."""
+        shown = Elsewhere(self._stands_for, self._name, self._home) if self._home is not None and self._home.in_step else super()
+        return shown.named_modules(memo, prefix, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
         if "_stands_for" not in self.__dict__:
@@ -103,43 +100,38 @@ class StandIn(nn.Module):
 
 
 class BeforeLayers(StandIn):
-    """A module of the first stage, on another rank: shapes come from a copy on the meta device. See Note [The unmodified forward].
+    """A module of the first stage, on another rank: forms come from a copy on the meta device. See Note [The unmodified forward].
 
-    Its parameters are answered with NaN as well, and its methods and the modules in it as it is itself. A call of it takes one number
+    Its parameters are unknown as well, and its methods and the modules in it answer as it does itself. A call of it takes one number
     from the step's stream of random numbers, as a call of the module does where it is (see ``numerics.Apart``). What was computed once on
     the meta device is known for the next call with the same forms and plain values, unless it draws random numbers: they go on.
+
+    Args:
+        name: what it is called in the model.
+        home: the rank's layers.
     """
 
-    def __init__(self, module: nn.Module, in_step: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, module: nn.Module, name: str, home: Home | None = None) -> None:
         example = next(p for p in module.parameters())
         dtype = example.dtype if example.is_floating_point() else torch.get_default_dtype()
-        self._begin(on_meta(module), torch.full((), torch.nan, dtype=dtype, device=example.device), {}, in_step)
+        self._begin(on_meta(module), name, home, torch.zeros((), dtype=dtype, device=example.device), {})
 
     def _begin(
-        self, module: nn.Module, nan: Tensor, known: dict[Hashable, Any], in_step: Callable[[], bool], *, is_part: bool = False
+        self, module: nn.Module, name: str, home: Home | None, example: Tensor, known: dict[Hashable, Any], *, is_part: bool = False
     ) -> None:
-        super().__init__(module)
-        self._hide(_nan=nan, _known=known, _in_step=in_step, _is_part=is_part, training=module.training)
+        super().__init__(module, name, home)
+        self._hide(_example=example, _known=known, _is_part=is_part, training=module.training)
 
     @override
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if isinstance(value, nn.Module) and not isinstance(value, nn.ModuleList | nn.ModuleDict):
             part = BeforeLayers.__new__(BeforeLayers)
-            part._begin(value, self._nan, self._known, self._in_step, is_part=True)
+            part._begin(value, f"{self._name}.{name}", self._home, self._example, self._known, is_part=True)
             return part
-        if isinstance(value, Tensor) and has_gradient(value.dtype):
-            return self._unknown(value)
+        if isinstance(value, Tensor):
+            return unknown_weight(value, self._example.device, _before_the_layers(f"{self._name}.{name}", self._name))
         return partial(self._answer, value) if ismethod(value) and value.__self__ is self._stands_for else value
-
-    @override
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Those of the module while a step runs; at other times none, since what a rank trains is what it holds."""
-        everything = self._stands_for.named_parameters(*args, **kwargs) if self._in_step() else ()
-        return ((name, self._unknown(parameter)) for name, parameter in everything)
-
-    def _unknown(self, like: Tensor) -> Tensor:
-        return self._nan.to(like.dtype).expand(like.shape)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +151,7 @@ class BeforeLayers(StandIn):
                 if len(self._known) >= KNOWN:
                     self._known.clear()
                 self._known[key] = output
-        return tree_map_only(Tensor, self._filled, output)
+        return tree_map_only(Tensor, self._unknown, output)
 
     def _key(self, call: Callable[..., Any], given: Any) -> Hashable | None:
         """Calls with the same one have outputs of the same form; None where that cannot be told."""
@@ -167,26 +159,18 @@ class BeforeLayers(StandIn):
         if not _is_plain(leaves):
             return None
         forms = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
-        kind = self._nan.device.type
+        kind = self._example.device.type
         return call, forms, str(spec), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_default_dtype()
 
-    def _filled(self, meta: Tensor) -> Tensor:
-        """NaN, with memory of its own: the model may work in place on it."""
-        if not has_gradient(meta.dtype):
-            raise PipelineError(
-                f"{type(self._stands_for).__name__} lives on the first pipeline stage, and returns a tensor of {meta.dtype}: other stages "
-                "cannot know it, nor mark it as unknown. In the forward of a module that is called before the layers it is computed on "
-                "every stage, if a dry run of the step has seen it: leave the module out of pipeline_before and pipeline_after, and keep "
-                "what needs the numbers of tensors (.item(), if) out of the step; or compute it in the data pipeline"
-            )
-        return torch.full(meta.shape, torch.nan, dtype=meta.dtype, device=self._nan.device)
+    def _unknown(self, meta: Tensor) -> Tensor:
+        return unknown(meta.shape, meta.dtype, self._example.device, _before_the_layers(f"what {self._name} returns", self._name))
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BeforeLayers:
         """Follow ``to``, ``half`` and the like: the device and dtype that outputs will have."""
-        self._hide(_nan=fn(self._nan))
+        self._hide(_example=fn(self._example))
         self._known.clear()
-        self._stands_for._apply(lambda tensor: tensor.to(self._nan.dtype) if tensor.is_floating_point() else tensor)
+        self._stands_for._apply(lambda tensor: tensor.to(self._example.dtype) if tensor.is_floating_point() else tensor)
         return self
 
     @override
@@ -196,17 +180,24 @@ class BeforeLayers(StandIn):
         return super().train(mode)
 
 
+def _before_the_layers(what: str, module: str) -> Origin:
+    return Origin(
+        what,
+        "Pass it through the layers' outputs. If it is the model's end that needs it, say so on the model: pipeline_after = "
+        f"[{module!r}] if it is used there only, pipeline_before and pipeline_after if at both ends. A dry run of the step sees all that "
+        "by itself: keep what needs the numbers of tensors (.item(), if) out of the step",
+    )
+
+
 class AfterLayers(StandIn):
     """A module of the last stage, on another rank: never reached."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        super().__init__(on_meta(module))
-        self._hide(_name=name)
+    def __init__(self, module: nn.Module, name: str, home: Home) -> None:
+        super().__init__(on_meta(module), name, home)
 
     @override
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        return seen_from_afar(value, f"{self._name}.{name}", _anything)
+        return seen_from_afar(super().__getattr__(name), f"{self._name}.{name}", self._home)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,10 +206,6 @@ class AfterLayers(StandIn):
             "inside the layer list. If the model calls this module before the layers, say so on the model, pipeline_before = "
             f"[{self._name!r}], or register it before them; if not, did it run them all?"
         )
-
-
-def _anything(name: str) -> None:
-    """Any attribute may be read."""
 
 
 class _OtherLayer(Elsewhere):
@@ -236,23 +223,30 @@ class _OwnLayer(Shown):
         return self._run(self._index, self._stands_for, args, kwargs)
 
 
+@dataclass(frozen=True)
+class Arrived:
+    """What the stage before has sent: tensors, and the forms of what all layers until then returned."""
+
+    tensors: Sequence[Tensor] = ()
+    forms: tuple[Any, ...] = ()
+
+
 @dataclass
 class _Pass:
     """One stage running one micro-batch."""
 
     span: Span
-    received: Any
+    arrived: Arrived
     reached: Callable[[], None]
     exits: bool  # whether a stage follows
     watches: bool  # whether to look for attributes that layers change
+    forms: list[Any]  # of what layers returned so far
     ran: int = -1  # the layer of this stage that ran last
     output: Any = None  # what it returned
+    versions: list[int] = field(default_factory=list)  # how often its tensors had been changed in place by then
+    copied: Any = None  # its numbers, where nobody counts such changes
     passed: set[int] = field(default_factory=set)  # layers of earlier stages that were called
-
-    @cached_property
-    def passed_by(self) -> Any:
-        """What layers before the last of an earlier stage answer: nobody here knows what they returned."""
-        return tree_map_only(Tensor, _as_unknown, self.received)
+    blanks: Blanks = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -272,7 +266,6 @@ class StageLayers(nn.ModuleList):
         stages: how many stages there are in all.
         name: what the list is called in the model, for messages.
         traces: attributes that layers are known to change as they run.
-        spare: tensors that layers return and nobody uses: they stay where they are, and who uses one elsewhere after all is told.
     """
 
     def __init__(
@@ -283,7 +276,6 @@ class StageLayers(nn.ModuleList):
         stages: int,
         name: str,
         traces: Iterable[Trace] = (),
-        spare: Iterable[Extra] = (),
     ) -> None:
         super().__init__()
         local = {i for span in spans.values() for i in range(span.start, span.stop)}
@@ -294,24 +286,25 @@ class StageLayers(nn.ModuleList):
         self._spans, self._stages, self._name = dict(spans), stages, name
         self._kind = nn.Sequential if isinstance(layers, nn.Sequential) else nn.ModuleList
         self._others = tuple(
-            _OtherLayer(layer, f"{name}.{key}", self._look, _index=i, _answer=self._outside)
+            _OtherLayer(layer, f"{name}.{key}", self, _index=i, _answer=self._outside)
             for i, (key, layer) in enumerate(zip(self._keys, copies, strict=True))
         )
         self._own: dict[int, _OwnLayer] = {}  # made as they are first seen
         self._now: _Pass | None = None
-        self._traces, self._spare = set(traces), frozenset(spare)
+        self._traces = set(traces)
         self._watched: set[tuple[int, bool, bool]] = set()  # stages and modes in which layers were watched for more
 
     @contextmanager
-    def active(self, stage: int, received: Any, reached: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Inside, the list presents ``stage`` to the model, with ``received`` as what the layer before it returned.
+    def active(self, stage: int, arrived: Arrived = Arrived(), reached: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Inside, the list presents ``stage`` to the model.
 
         ``reached`` is called when the model has come past the layers of earlier stages.
         """
         if self._now is not None:
             raise PipelineError("a pipeline step was started inside another")
         kind = stage, self.training, torch.is_grad_enabled()
-        self._now = _Pass(self._spans[stage], received, reached, exits=stage < self._stages - 1, watches=kind not in self._watched)
+        exits, watches = stage < self._stages - 1, kind not in self._watched
+        self._now = _Pass(self._spans[stage], arrived, reached, exits, watches, list(arrived.forms))
         try:
             yield
         finally:
@@ -324,9 +317,9 @@ class StageLayers(nn.ModuleList):
         return self._now is not None
 
     @property
-    def received(self) -> list[Tensor]:
-        """The tensors that the active stage was given."""
-        return [] if self._now is None else tensors_of(self._now.received)
+    def device(self) -> torch.device:
+        """Where this rank's layers are."""
+        return next((parameter.device for part in self._modules.values() for parameter in part.parameters()), torch.device("cpu"))
 
     @override
     def __len__(self) -> int:
@@ -342,18 +335,21 @@ class StageLayers(nn.ModuleList):
         return super().named_children() if self._now is None else iter([(key, self._at(i)) for i, key in enumerate(self._keys)])
 
     @override
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of the layers of this rank, which within a step would pass for all of them."""
-        if self._stages > 1:
-            self._look(f"{self._name}.parameters()")
-        return super().named_parameters(*args, **kwargs)
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
+        """Within a step, those of all layers: the weights of others are unknown."""
+        if self._now is None:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            return
+        memo = set() if memo is None else memo
+        yield prefix, self
+        for name, part in self.named_children():
+            yield from part.named_modules(memo, f"{prefix}.{name}" if prefix else name, remove_duplicate)
 
     @override
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Whoever goes through all parameters of a module around the layers comes by here, and is told at the end of them."""
-        yield from super().named_modules(*args, **kwargs)
-        if self._stages > 1 and self._now is not None and _is_after_parameters(sys._getframe(1)):
-            self._look(f"{self._name}.parameters()")
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if self._now is not None and self._stages > 1:
+            raise weights_of(self._name).refused("the state_dict() that the step asks for")
+        return super().state_dict(*args, **kwargs)
 
     @override
     def train(self, mode: bool = True) -> StageLayers:
@@ -390,12 +386,10 @@ class StageLayers(nn.ModuleList):
             own = self._own[index] = _OwnLayer(layer, _index=index, _run=self._run)
         return own
 
-    def _look(self, name: str) -> None:
-        """An attribute of a layer of another stage is read."""
-        if self._now is None:
+    def look(self, name: str) -> None:
+        """An attribute of a module of another stage is read."""
+        if self._now is None or not name.startswith(self._name + "."):
             return
-        if name.endswith("parameters()"):
-            raise not_here(name)
         key, _, path = name.removeprefix(self._name + ".").partition(".")
         if (type(self._others[self._keys.index(key)]._stands_for).__qualname__, path) in self._traces:
             raise PipelineError(
@@ -408,13 +402,18 @@ class StageLayers(nn.ModuleList):
         now = self._now
         if now is None:  # activation checkpointing runs it again
             return layer(*args, **kwargs)
-        if now.exits:
-            self._check_extras(index, (args, kwargs))
+        name = f"{self._name}.{self._keys[index]}"
+        require_known((args, kwargs), f"{name}, a layer of this stage,")
         before = marks(layer) if now.watches and self._stages > 1 else None
         output = layer(*args, **kwargs)
+        require_known(output, f"what {name} returns")
         if before is not None:
             self._traces |= traces(layer, before)
         now.ran, now.output = index, output
+        if now.exits:
+            now.forms.append(form_of(output))
+            if now.is_done:
+                self._watch_changes(now)
         return output
 
     def _outside(self, index: int, given: Any) -> Any:
@@ -424,62 +423,52 @@ class StageLayers(nn.ModuleList):
             raise PipelineError(f"{self._name}.{index} is on another pipeline rank: layers run only within the trainer's steps")
         if index < now.span.start:
             self._check_passing(now, index)
+            absent = Absent(self._returned_by(index), self.device, now.blanks)
             if index < now.span.start - 1:
-                return now.passed_by
+                return tree_map(absent, now.arrived.forms[index])
             now.reached()
-            return now.received
+            return rebuild(now.arrived.forms[index], now.arrived.tensors, absent)
         if not now.is_done:
             raise PipelineError(
                 f"the model calls {self._name}.{index} before {self._name}.{now.span.stop - 1}: layers must run in order, all of them"
             )
-        self._check_chain(now, given)
-        raise StageExit(self._without_spare(now))
+        raise self._exit(now, given)
 
     def _check_passing(self, now: _Pass, index: int) -> None:
         if index in now.passed:
             raise PipelineError(f"the step runs {self._name} twice for one micro-batch; a pipeline can hand over only one pass")
         now.passed.add(index)
-        if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(now.received)):
+        if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in now.arrived.tensors):
             raise PipelineError(
                 f"{self._name} runs without gradients inside a training step: checkpoint activations with use_reentrant=False, and freeze "
                 "layers with requires_grad_(False) instead of torch.no_grad()"
             )
 
-    def _check_chain(self, now: _Pass, given: Any) -> None:
-        """Where a stage ends, nothing but its last layer's own output may go on, and all of it. See Note [The unmodified forward]."""
-        form_of(now.output)  # refuses what no stage can hand on
-        if not tensors_of(now.output) or 0 in _missing(now.output, given):
+    def _watch_changes(self, now: _Pass) -> None:
+        """The next stage gets what the last layer has returned, not what the step may make of it in place."""
+        tensors = tensors_of(now.output)
+        if any(tensor.is_inference() for tensor in tensors):
+            now.copied = tree_map_only(Tensor, Tensor.clone, now.output)
+        else:
+            now.versions = [tensor._version for tensor in tensors]
+
+    def _exit(self, now: _Pass, given: Any) -> StageExit:
+        """The stage is done: what goes on of what its last layer returned. See Note [The unmodified forward]."""
+        name, tensors = f"{self._name}.{self._keys[now.ran]}", tensors_of(now.output)
+        require_handable(now.forms[-1])
+        if not tensors:
+            raise PipelineError(f"{name}, the last layer of a stage, returns no tensor: there is nothing to hand to the next stage")
+        if now.copied is None and [tensor._version for tensor in tensors] != now.versions:
             raise PipelineError(
-                f"{self._name}.{now.span.stop} is not given what {self._name}.{now.span.stop - 1} returned: the model changes the hidden "
-                "state between its layers, which a pipeline cannot follow. Do it inside the layers: a residual sum belongs to the layer"
+                f"the step changes in place what {name} returned. The next stage begins with that, and would change it once more: make a "
+                "new tensor, x = x + y, or do it in the layer"
             )
-        self._check_extras(now.span.stop, given)
+        missing = _missing(now.output, given)
+        output, form = withhold(now.output if now.copied is None else now.copied, now.forms[-1], [] if 0 in missing else missing)
+        return StageExit(output, (*now.forms[:-1], form))
 
-    def _check_extras(self, index: int, given: Any) -> None:
-        """What the layer before returned besides the hidden state is given to this one. See Note [The unmodified forward]."""
-        now = self._now
-        assert now is not None
-        if now.ran != index - 1 or isinstance(now.output, Tensor):
-            return
-        if missing := [place for place in _missing(now.output, given) if place > 0 and place not in self._spare_of(now)]:
-            tensors = ", ".join(f"{place} {form_of(tensors_of(now.output)[place])}" for place in missing)
-            raise PipelineError(
-                f"{self._name}.{index} is not given all that {self._name}.{index - 1} returned: of its tensors, number {tensors} (the "
-                "hidden state is 0) goes elsewhere, and the other stages would not know of it. If it is needed (an auxiliary loss), carry "
-                "it through the layers with the hidden state (x, total = layer(x, total)), or compute it from what the last stage sees; if "
-                "not, do not return it; or use pp=1"
-            )
-
-    def _spare_of(self, now: _Pass) -> set[int]:
-        """The places of tensors in the layer's output that nobody uses."""
-        count = len(tensors_of(now.output))
-        return {place for place in range(count) if (now.ran, place, count) in self._spare}
-
-    def _without_spare(self, now: _Pass) -> Any:
-        """What the next stage gets."""
-        spare, places = self._spare_of(now), itertools.count()
-        layer = f"{self._name}.{self._keys[now.ran]}"
-        return tree_map_only(Tensor, lambda tensor: Withheld(layer, form_of(tensor)) if next(places) in spare else tensor, now.output)
+    def _returned_by(self, index: int) -> Origin:
+        return Origin(f"what {self._name}.{self._keys[index]} returned", HOW_TO_CARRY[0].upper() + HOW_TO_CARRY[1:])
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -490,18 +479,6 @@ def on_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(module, memo)
-
-
-def _as_unknown(tensor: Tensor) -> Tensor:
-    known = isinstance(tensor, NotSent) or not has_gradient(tensor.dtype)
-    return tensor if known else torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
-
-
-def _is_after_parameters(frame: FrameType) -> bool:
-    """Whether modules are asked for, in this frame, by ``parameters`` of a module further up."""
-    while frame.f_code is nn.Module.named_modules.__code__:
-        frame = frame.f_back
-    return frame.f_code is nn.Module._named_members.__code__ and frame.f_back.f_code is nn.Module.named_parameters.__code__
 
 
 def _is_plain(leaves: Sequence[Any]) -> bool:

@@ -14,8 +14,6 @@ What a layer returned begins a graph; if that is found in a later segment than t
 skip connection past layers. It is right as long as no stage begins within it. A parameter of a layer, or what its input became, in the
 segment of another one has come there past the layer's output: the layer left it behind on an attribute or in a hook, a part of it was
 called by itself, or the step works with its weights. That is right as long as both are on one stage.
-
-What a layer returned besides the hidden state (attention weights) is spare if no graph and no result has come to it, and nobody kept it.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ from torch.utils._pytree import tree_map, tree_map_only
 from lightning_par.numerics.samples import children, with_children
 from lightning_par.pipeline.aside import aside, lent
 from lightning_par.pipeline.boundary import has_gradient
-from lightning_par.pipeline.known import tensors_in
-from lightning_par.pipeline.origins import Leaves, Origins, edges_of, leaves_of
-from lightning_par.pipeline.segments import Extra, Segments
+from lightning_par.pipeline.origins import Leaves, Origins, leaves_of
+from lightning_par.pipeline.segments import Segments
+from lightning_par.pipeline.torch_functions import tensors_in
 from lightning_par.pipeline.traces import Trace, marks, traces
 
 
@@ -45,8 +43,7 @@ class Uses:
     A name is that of the module through which one was used: of a tie, each module uses its own. ``skips`` are pairs of a layer and a later
     one (as many as there are layers: what comes after them) that uses its output, too. ``left`` are such pairs (-1: what comes before the
     layers) where a layer, a weight of it, or what it computed is used, but for its output. ``opaque`` are layers that return something
-    besides tensors and plain values, and its type. ``traces`` are attributes that a layer changes as it runs. ``extras`` are places of
-    tensors in a layer's output behind its first, ``kept`` those of them that are used.
+    besides tensors and plain values, and its type. ``traces`` are attributes that a layer changes as it runs.
     """
 
     before: frozenset[str] = frozenset()
@@ -56,13 +53,6 @@ class Uses:
     left: frozenset[tuple[int, int]] = frozenset()
     opaque: frozenset[tuple[int, str]] = frozenset()
     traces: frozenset[Trace] = frozenset()
-    extras: frozenset[Extra] = frozenset()
-    kept: frozenset[Extra] = frozenset()
-
-    @property
-    def spare(self) -> frozenset[Extra]:
-        """Tensors that layers return and nobody uses."""
-        return self.extras - self.kept
 
     def __or__(self, other: Uses) -> Uses:
         """What several steps do."""
@@ -93,17 +83,11 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
     meta = torch.device("meta")
     count = len(module.get_submodule(layers))
     before, inside, after = found = set[Tensor](), set[Tensor](), set[Tensor]()
-    skips, left, changed, kept = set[tuple[int, int]](), set[tuple[int, int]](), set[Trace](), set[Extra]()
+    skips, left, changed = set[tuple[int, int]](), set[tuple[int, int]](), set[Trace]()
 
     def close(segment: int, ends: list[Tensor], entry: Tensor | None) -> None:
-        kept.update(segments.extras[edge] for edge in edges_of(ends) & segments.extras.keys())
         use(segment, leaves_of(ends), entry)
-        use_loose(segment, origins.of(ends), entry)
-
-    def use_loose(segment: int, leaves: Leaves, entry: Tensor | None) -> None:
-        givers = {segments.behind[leaf] for leaf in leaves & segments.behind.keys()}
-        kept.update(extra for extra in segments.extras.values() if extra[0] in givers)  # which of its outputs it was, nobody knows
-        use(segment, leaves, entry)
+        use(segment, origins.of(ends), entry)
 
     def use(segment: int, leaves: Leaves, entry: Tensor | None) -> None:
         found[min(segment, 1) if segment <= count else 2].update(leaves)
@@ -128,7 +112,7 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
     segments = Segments(module, layers, close, watched)
     asked: set[Tensor] = set()
     origins = Origins(
-        lambda leaves: use_loose(segments.at, leaves, segments.entry), lambda leaves: asked.update(leaves) if segments.at == 0 else None
+        lambda leaves: use(segments.at, leaves, segments.entry), lambda leaves: asked.update(leaves) if segments.at == 0 else None
     )
     with aside(module, tensors=False), lent(list(module.modules()), meta), ExitStack() as hooks:
         for part in _beside(module, layers):
@@ -143,17 +127,14 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
             if not (wanted := asked & names.keys() - owners.keys()):
                 raise
             raise NumbersError(Uses(inside=frozenset(names[leaf] for leaf in wanted))) from error
-        use_loose(count + 1, origins.of(values), None)
+        use(count + 1, origins.of(values), None)
         segments.end(values)
-        kept.update(extra for extra, tensor in segments.made if tensor() is not None)
     return Uses(
         *(frozenset(names[leaf] for leaf in leaves if leaf in names) for leaves in found),
         skips=frozenset(skips),
         left=frozenset((layer, user) for layer, user in left if layer != user),
         opaque=frozenset((layer, type(leaf).__name__) for layer, leaf in segments.opaque.items()),
         traces=frozenset(changed),
-        extras=frozenset(segments.extras.values()),
-        kept=frozenset(kept),
     )
 
 

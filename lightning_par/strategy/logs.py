@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_par.pipeline import require_known
+
 HEAD, NAMES = 4, 256
 CELLS = HEAD + 3 * NAMES
 """Numbers that one reduction carries: the hash; the counts of ranks at their data's end, in doubt, about to stop; three for each name."""
@@ -69,6 +71,7 @@ class LogRecorder:
         self._forgotten: set[str] = set()
 
     def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        require_known(value, f"self.log({name!r}, ...)")
         if not isinstance(value, Tensor | int | float):
             if self.deferred:
                 raise TypeError(

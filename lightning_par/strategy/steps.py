@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_par.comm import Mesh
 from lightning_par.context import RingAttention, ShardedBatch, ring_attention, shard_batch, verify_step
 from lightning_par.numerics import IGNORED_LABEL, LabelWatch, batch_size, loss_weight
-from lightning_par.pipeline import Pipeline
+from lightning_par.pipeline import Pipeline, require_known
 from lightning_par.strategy import seams
 from lightning_par.strategy.agree import Agreement, Doubt
 from lightning_par.strategy.logs import recording
@@ -97,7 +97,6 @@ class StepRunner:
         pieces = self._pieces(args[0], self._count(samples))
         losses: list[Tensor] = []
         others: list[dict[str, Any]] = []
-        unknown: list[Tensor] = []
         watch, handout = LabelWatch(), self._handout(pieces)
 
         with recording(self.module, self.device, deferred=True) as log:
@@ -107,12 +106,10 @@ class StepRunner:
                 watch.next_piece()
                 with context(), log.attempt(), watch if self.pipeline.is_last else nullcontext(), handout.piece(m) as batch:
                     output = step(batch, *args[1:], **kwargs)
-                    unknown.append(self._is_unknown(output, pieces[m].share))
+                    require_known(output, f"what {step.__name__} returns")
                 loss = self._loss_of(output)
                 if loss is None:
                     raise RuntimeError("training_step returned no loss: under a pipeline a batch cannot be skipped")
-                if ("train" not in self._verified or not loss.requires_grad) and unknown[-1]:
-                    raise self._nan_error()  # before backward, which would not understand it
                 losses.append(loss.detach())
                 others.append({key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {})
                 return scaled(loss * pieces[m].share.to(loss.dtype))
@@ -121,9 +118,7 @@ class StepRunner:
                 signatures = [("train", signature(piece.batch)) for piece in pieces]
                 split = not data_parallel.kept.frees_values
                 self.pipeline.forward_backward(forward, signatures, split=split, quiet=data_parallel.may_add)
-        doubts = []
-        if losses:
-            doubts = [Doubt(torch.stack(unknown).any(), self._nan_error), *self._doubts(watch, pieces, samples, losses)]
+        doubts = self._doubts(watch, pieces, samples, losses) if losses else []
         shares = [piece.share for piece in pieces[: len(losses)]]
         value = self.agreement.reach(
             log, losses, shares, samples, last=self._is_last_batch, more=any(others), doubts=doubts
@@ -151,6 +146,7 @@ class StepRunner:
                 watching = watch if len(pieces) > 1 and self.pipeline.is_last else nullcontext()
                 with context(), log.attempt(), watching, handout.piece(m) as batch:
                     outputs.append(step(batch, *args[1:], **kwargs))
+                    require_known(outputs[-1], f"what {step.__name__} returns")
 
             if self.pipeline is None:
                 forward(0)
@@ -233,34 +229,6 @@ class StepRunner:
         if losses:
             found.append(Doubt(watch.adds_up(losses, sizes).to(self.device), _sum_error))
         return found
-
-    def _is_unknown(self, output: Any, share: Tensor) -> Tensor:
-        """Whether the loss of a micro-batch may be NaN because of what stands in for modules of other stages: a 0-dim bool.
-
-        In the first batch any NaN is taken for that; later one that does not come from the stage before, nor from an overflow in float16.
-        """
-        loss = self._loss_of(output)
-        received = [tensor for tensor in self.pipeline.layers.received if tensor.is_floating_point()]
-        kind = self.device.type
-        is_half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-        is_first = "train" not in self._verified
-        if loss is None or (not is_first and (is_half or any(tensor.dtype == torch.float16 for tensor in received))):
-            return torch.tensor(False, device=self.device)
-        is_nan = loss.detach().isnan().any() & (share > 0)
-        if not is_first:
-            for tensor in received:
-                is_nan = is_nan & tensor.detach().sum().isfinite()
-        return is_nan
-
-    def _nan_error(self) -> RuntimeError:
-        before = ", ".join(self.pipeline.placement.before) or "nothing"
-        when = "of the first batch is NaN" if "train" not in self._verified else "is NaN, and what the stage before sent is not,"
-        return RuntimeError(
-            f"the loss {when} on the last pipeline stage. Unless it is in one process too, the model uses after its layers (or inside "
-            f"layers of later stages) what only earlier stages compute: an early layer's output, or a module before the layers ({before}). "
-            "Pass it through the layers' outputs, name modules that are used after the layers (pipeline_after = ['model.norm'] on your "
-            "module), or use pp=1"
-        )
 
     def _loss_of(self, output: Any) -> Tensor | None:
         if not isinstance(output, Mapping):

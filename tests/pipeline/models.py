@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.pipeline import Placement, StageExit, Uses
-from lightning_par.pipeline.boundary import form_of, rebuild, tensors_of
+from lightning_par.pipeline.boundary import tensors_of
 from lightning_par.pipeline.split import cut
+from lightning_par.pipeline.stage import Arrived
+from lightning_par.pipeline.unknown import require_known
 from lightning_par.recipes.gpt import GPT, GPTConfig, Layer
 from tests.pipeline.parity import VOCAB
 
@@ -31,13 +33,16 @@ def gpt(layers: int = 7, tie: bool = False, *, checkpointed: bool = False) -> nn
 
 def through_the_stages(model: nn.Module, x: Tensor, placement: Placement, ranks: int | None = None, uses: Uses | None = None) -> Tensor:
     """What the last stage computes, each stage cut from a copy of the model, the boundary handed on as the engine does. In one process."""
-    received, stages = None, len(placement.spans)
+    arrived, stages = Arrived(), len(placement.spans)
     for stage in range(stages):
         part: Any = copy.deepcopy(model)
         layers = cut(part, placement, range(stage % (ranks or stages), stages, ranks or stages), uses)
-        with layers.active(stage, received):
+        with layers.active(stage, arrived):
             try:
-                return part(x)
+                result = part(x)
             except StageExit as stop:
-                received = rebuild(form_of(stop.output), tensors_of(stop.output))
+                arrived = Arrived(tensors_of(stop.output), stop.forms)
+            else:
+                require_known(result, "the result")
+                return result
     raise AssertionError("the last stage ended early")

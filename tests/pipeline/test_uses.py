@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_par.pipeline import NumbersError, PipelineError, Uses, dry_run, place
+from lightning_par.pipeline import NumbersError, PipelineError, StageExit, Uses, dry_run, place
 from lightning_par.pipeline.aside import aside, lent
-from lightning_par.pipeline.boundary import TensorForm, Withheld, form_of, rebuild, tensors_of
+from lightning_par.pipeline.split import cut
 from lightning_par.recipes.gpt import GPT, GPTConfig
 from tests.pipeline.models import through_the_stages
 from tests.pipeline.parity import tokens
@@ -797,47 +798,29 @@ def noted(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
     return x + shift
 
 
-@pytest.mark.parametrize("loop", [unused, noted])
-def test_what_layers_return_and_nobody_uses_may_stay_where_it_is(loop: Any) -> None:
+@pytest.mark.parametrize("loop", [unused, noted, stored])
+def test_what_layers_return_and_nobody_uses_stays_where_it_is(loop: Any) -> None:
     torch.manual_seed(0)
     model, x = Looped(loop), torch.randn(5, WIDTH)
     model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
     uses = dry_run(model, "layers", model, x)
-    assert uses.spare == {(i, 1, 2) for i in range(6)}
     with torch.no_grad():
         assert torch.equal(through_the_stages(model, x, place(model, 3, uses=uses), uses=uses), model(x))
-
-
-@pytest.mark.parametrize("loop", [collected, looked_at, stored])
-def test_what_layers_return_and_somebody_uses_is_refused(loop: Any) -> None:
-    model, x = Looped(loop), torch.randn(5, WIDTH)
-    model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
-    uses = dry_run(model, "layers", model, x)
-    assert not uses.spare
-    with pytest.raises(PipelineError, match="not given all that"), torch.no_grad():
-        through_the_stages(model, x, place(model, 3, uses=Uses()), uses=uses)
+    layers = cut(copy.deepcopy(model), place(model, 3), [0])
+    with layers.active(0), pytest.raises(StageExit) as caught:
+        loop(layers, x, x)
+    assert [type(form).__name__ for form in caught.value.forms[-1]] == ["TensorForm", "Withheld"]
+    assert caught.value.output[1] is None
 
 
 @pytest.mark.parametrize("loop", [collected, looked_at])
-def test_what_was_unused_when_it_was_looked_at_and_is_used_later_is_refused(loop: Any) -> None:
-    model, x = Looped(unused), torch.randn(5, WIDTH)
+def test_what_layers_return_and_somebody_uses_is_refused(loop: Any) -> None:
+    model, x = Looped(loop), torch.randn(5, WIDTH)
     model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
-    uses = dry_run(model, "layers", model, x)
-    model = Looped(loop)
-    model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
-    with pytest.raises(PipelineError, match=r"what layers\.\d returned besides the hidden state is used, which a dry"), torch.no_grad():
-        through_the_stages(model, x, place(model, 3, uses=uses), uses=uses)
-
-
-def test_what_was_unused_may_be_kept_and_asked_for_its_shape() -> None:
-    model, x = Looped(stored), torch.randn(5, WIDTH)
-    model.layers = nn.ModuleList(Attending(WIDTH, WIDTH) for _ in range(6))
-    spare = Uses(extras=frozenset((i, 1, 2) for i in range(6)))
-    with torch.no_grad():
-        assert torch.equal(through_the_stages(model, x, place(model, 3, uses=spare), uses=spare), model(x))
-    (elsewhere,) = rebuild((Withheld("layers.1", TensorForm((2, 3), torch.float64)),), [])
-    assert (elsewhere.shape, elsewhere.dtype, elsewhere.dim(), tensors_of((elsewhere,))) == ((2, 3), torch.float64, 2, [])
-    assert rebuild(form_of((elsewhere,)), [])[0].shape == (2, 3), "it may be handed on once more"
+    with pytest.raises(PipelineError, match=r"the output of layers\.0 is used again (after the layers|at layers\.4)"):
+        place(model, 3, uses=dry_run(model, "layers", model, x))
+    with pytest.raises(PipelineError, match=r"the result needs what layers\.\d returned"), torch.no_grad():
+        through_the_stages(model, x, place(model, 3))
 
 
 class Gated(Block):
@@ -856,16 +839,9 @@ def gated(layers: nn.ModuleList, x: Tensor, shift: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_places_are_those_of_outputs_of_one_length(training: bool) -> None:
+def test_how_much_layers_return_may_depend_on_the_mode(training: bool) -> None:
     model, x = Looped(gated), torch.randn(5, WIDTH)
     model.layers = nn.ModuleList(Gated(WIDTH, WIDTH) for _ in range(6))
-    uses = dry_run(model, "layers", model, x)
-    assert uses.spare == {(i, 1, 3) for i in range(6)}
     model.train(training)
     with torch.no_grad():
-        assert torch.equal(through_the_stages(model, x, place(model, 3, uses=uses), uses=uses), model(x))
-
-
-def test_what_one_step_uses_is_not_spare_for_the_others() -> None:
-    one, other = Uses(extras=frozenset({(0, 1, 2), (1, 1, 2)})), Uses(extras=frozenset({(0, 1, 2)}), kept=frozenset({(0, 1, 2)}))
-    assert (one | other).spare == {(1, 1, 2)}
+        assert torch.equal(through_the_stages(model, x, place(model, 3)), model(x))

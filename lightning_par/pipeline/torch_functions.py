@@ -1,0 +1,60 @@
+"""What torch's functions do with their arguments, for those who see them called (``__torch_function__``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+NUMBERS = frozenset(
+    {
+        *("__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__", "__array__"),
+        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
+    }
+)
+"""Functions that return numbers of their arguments, not tensors."""
+
+_LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}) | {
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+}
+"""Functions that ask their first argument for its shape, dtype and device only."""
+
+_WRITES = ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__iand__", "__ior__", "__ixor__")
+
+_NO_WRITES = ("requires_grad_", "detach_", "share_memory_")
+
+_SHAPED_BY_NUMBERS = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def asked_for_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of which a function takes more than shape, dtype and device."""
+    if name in _LIKE:
+        return args[1:], {key: value for key, value in kwargs.items() if key not in ("input", "self")}
+    return args[0] if name == "to" or name.endswith("_as") else (args, kwargs)
+
+
+def writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes to its arguments."""
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES) or "out" in kwargs
+
+
+def written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors to which a function writes: itself, in place, or what is given as ``out``."""
+    name = func.__name__
+    if not writes(name, kwargs) or (name == "__set__" and func != Tensor.data.__set__):
+        return []
+    return tensors_in(kwargs["out"] if "out" in kwargs else args[:1])
+
+
+def shaped_by_numbers(name: str, args: tuple[Any, ...]) -> list[Tensor]:
+    """The arguments whose numbers decide the shape of what a function returns."""
+    if name == "__getitem__":
+        return [tensor for tensor in tensors_in(args[1:]) if tensor.dtype in (torch.bool, torch.uint8)]
+    return tensors_in(args[:1]) if name in _SHAPED_BY_NUMBERS or (name == "where" and len(args) == 1) else []
