@@ -10,7 +10,7 @@ from lightning_par.pipeline.plan import forward_plan, training_plan
 from lightning_par.pipeline.simulate import Costs, ScheduleError, Simulation, peak_held, simulate
 from lightning_par.pipeline.split import Placement, find_layers, named_layers, place, spread
 from lightning_par.pipeline.stage import StageExit
-from lightning_par.pipeline.unknown import require_known
+from lightning_par.pipeline.unknown import Unknown, require_known
 from lightning_par.pipeline.uses import NumbersError, Uses, dry_run
 from lightning_par.pipeline.weigh import LayerCosts, weigh
 
@@ -24,6 +24,7 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "StageExit",
+    "Unknown",
     "Uses",
     "aside",
     "draw",

@@ -24,6 +24,9 @@ _LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_l
 
 _WRITES = ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__iand__", "__ior__", "__ixor__")
 
+OVERWRITES = ("copy_", "zero_", "fill_")
+"""Functions after which nothing is left of what was there."""
+
 _NO_WRITES = ("requires_grad_", "detach_", "share_memory_")
 
 _SHAPED_BY_NUMBERS = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")

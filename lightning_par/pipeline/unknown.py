@@ -4,9 +4,9 @@ Note [What is not known here]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Every stage runs the whole step, and some of it works on what other stages have: what modules before the layers return, outputs of early
 layers, weights. In its place stands an ``Unknown`` of the right shape, dtype and device. The step may do with it what it likes: whatever is
-computed from it is unknown as well, and so is a tensor into which it is written. Most of that is thrown away, as it should be: the
-embedding's output goes into a first layer that runs elsewhere. But an unknown must not get back into what counts, so it is refused, with
-the name of where it comes from, by
+computed from it is unknown as well, and so is a tensor into which it is written, until all of that is overwritten. Most of that is thrown
+away, as it should be: the embedding's output goes into a first layer that runs elsewhere. But an unknown must not get back into what
+counts, so it is refused, with the name of where it comes from, by
 
 * a layer of the stage, as an argument or in what it returns,
 * the loss, and whatever else the step returns,
@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_par.numerics import children
 from lightning_par.pipeline.errors import PipelineError
-from lightning_par.pipeline.torch_functions import NUMBERS, asked_for_numbers, shaped_by_numbers, tensors_in, written
+from lightning_par.pipeline.torch_functions import NUMBERS, OVERWRITES, asked_for_numbers, shaped_by_numbers, tensors_in, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,9 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if any(isinstance(target, nn.Parameter) or _is_hollow(target) for target in targets):
             raise _unknown_in((args, kwargs))[0].unknown_origin.refused("the step writes to a weight, and that")
         output = func(*args, **kwargs)
-        if sources:
+        if name in OVERWRITES and not _unknown_in((args[1:], kwargs)):
+            args[0].__class__ = Tensor
+        elif sources:
             for tensor in (*tensors_in(output), *targets):
                 _mark(tensor, sources[0].unknown_origin)
     return output

@@ -20,6 +20,7 @@ from lightning_par.checkpoint.source import LOSS_SCALE, UNTOLD, state_entry, sta
 from lightning_par.comm import Mesh
 from lightning_par.layout import ShardSpec
 from lightning_par.numerics import SEEDS
+from lightning_par.pipeline import Unknown
 from lightning_par.strategy.assemble import Assembled
 from lightning_par.strategy.huggingface import huggingface
 from lightning_par.zero import DataParallel
@@ -190,7 +191,7 @@ class Told:
     Attributes:
         pp: the pipeline rank.
         buffers, frozen: the names of its persistent buffers, and of its parameters that are not trained.
-        unsound: buffers that hold NaN.
+        unsound: buffers that hold NaN, or what is unknown on this stage of a pipeline.
         orders: see ``orders``.
         optimizers: the ``optimizer_meta`` of each optimizer, where a checkpoint is saved.
         extras: what ``get_extra_state`` of its modules returned, as plain data, by its key in the state dict.
@@ -213,14 +214,18 @@ class Told:
         asked = {key: module.get_extra_state() for key, module in extra_places(assembled).items()} if extras else {}
         dropped = stray_buffers(assembled) if extras else []
         buffers, pp = persistent_buffers(assembled), assembled.mesh.pp
-        unsound = [name for name, buffer in buffers.items() if pp.size > 1 and buffer.is_floating_point() and buffer.isnan().any()]
+        unsound = [name for name, buffer in buffers.items() if pp.size > 1 and _is_unsound(buffer)]
         return cls(pp.index, list(buffers), frozen, unsound, orders, optimizers, plain(asked, dropped, MODEL), dropped)
+
+
+def _is_unsound(buffer: Tensor) -> bool:
+    return isinstance(buffer, Unknown) or (buffer.is_floating_point() and bool(buffer.isnan().any()))
 
 
 def with_one_writer(shards: Mapping[str, Shard], assembled: Assembled, everyone: Sequence[Told]) -> dict[str, Shard]:
     """``module_shards`` where of all pipeline ranks that hold a buffer one saves it: that of the last stage, which runs the whole step.
 
-    Unless it holds NaN there, which stands for what modules before the layers return: then another, from the first on.
+    Unless it is unsound there, since a step has written to it before the layers: then another, from the first on.
     """
     pipeline = assembled.pipeline
     if pipeline is None:

@@ -1,0 +1,148 @@
+"""What only another stage can compute: it spreads through whatever is computed from it, and is refused where it would count."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_par.pipeline import PipelineError, Unknown, require_known
+from lightning_par.pipeline.torch_functions import tensors_in
+from lightning_par.pipeline.unknown import Origin, unknown, unknown_weight
+
+CPU = torch.device("cpu")
+
+
+def x(dtype: torch.dtype = torch.float32) -> Tensor:
+    return unknown((2, 3), dtype, CPU, Origin("what embed returns", "Do it otherwise"))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: x() + 1,
+        lambda: 1 - x()[0],
+        lambda: x().detach().data.T,
+        lambda: x() > 0,
+        lambda: x().argmax(-1),
+        lambda: torch.zeros(9)[x(torch.long)],
+        lambda: torch.where(x(torch.bool), 1.0, 0.0),
+        lambda: torch.stack([torch.zeros(3), x()[0]]),
+        lambda: sum(x()),
+        lambda: x().split(1),
+        lambda: x().topk(2),
+        lambda: nn.Linear(3, 3)(x()),
+        lambda: nn.BatchNorm1d(3)(x()),
+        lambda: nn.LSTM(3, 3)(x())[0],
+        lambda: nn.TransformerEncoderLayer(3, 1).eval()(x()),
+        lambda: F.dropout(x(), 0.5),
+        lambda: Doubled.apply(x()),
+        lambda: torch.compile(torch.sin, backend="eager")(x()),
+        lambda: torch.zeros(2, 3).add_(x()),
+        lambda: torch.add(torch.ones(2, 3), x(), out=torch.empty(2, 3)),
+        lambda: torch.zeros(4, 3).scatter_(1, x(torch.long), 1.0),
+        lambda: copy.deepcopy(x()),
+        lambda: x().zero_().add_(x()),
+        lambda: unknown_weight(torch.empty(2, 3), CPU, Origin("head.weight", "")).norm(),
+    ],
+)
+def test_what_is_computed_from_it_is_unknown(compute: Callable[[], Any]) -> None:
+    output = compute()
+    assert all(isinstance(tensor, Unknown) for tensor in tensors_in(output))
+    with pytest.raises(PipelineError, match=r"^the loss needs (what embed returns|head\.weight), which is on another pipeline stage\. "):
+        require_known({"loss": output}, "the loss")
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: torch.zeros_like(x()),
+        lambda: x().new_ones(2),
+        lambda: torch.zeros(2, 3).type_as(x()).expand_as(x()),
+        lambda: torch.zeros(2, 3).to(x()),
+        lambda: torch.arange(x().shape[1], device=x().device, dtype=x().dtype),
+        lambda: x().fill_(1.0),
+        lambda: torch.empty(2, 3).copy_(x()).zero_() + len(x()),
+    ],
+)
+def test_what_is_computed_from_its_shape_alone_is_known(compute: Callable[[], Tensor]) -> None:
+    assert type(compute()) is Tensor
+
+
+def test_a_tensor_is_unknown_from_when_it_is_written_to() -> None:
+    whole = torch.zeros(4, 3)
+    whole[1:3][0] = x()[0]
+    assert isinstance(whole, Unknown)
+    assert type(whole.zero_()) is Tensor
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: bool(x().isnan().all()),
+        lambda: float(x().sum()),
+        lambda: x().tolist(),
+        lambda: x().numpy(),
+        lambda: sorted(x()[0]),
+        lambda: [1, 2, 3][x().argmax()],
+        lambda: torch.tensor([x()[0, 0], 1.0]),
+        lambda: torch.equal(x(), x()),
+        lambda: x()[x() > 0],
+        lambda: torch.zeros(2, 3)[x(torch.bool)],
+        lambda: x().nonzero(),
+        lambda: torch.where(x(torch.bool)),
+    ],
+)
+def test_nobody_gets_a_number_of_it_nor_a_shape_that_depends_on_one(ask: Callable[[], Any]) -> None:
+    with pytest.raises(PipelineError, match=r"a number, or .* needs what embed returns, .* Do it otherwise; or use pp=1"):
+        ask()
+
+
+def test_it_is_not_written_into_weights() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    for write in (lambda: weight.copy_(x()[0]), lambda: weight[:1].mul_(x()[0, 0])):
+        with pytest.raises(PipelineError, match="writes to a weight, and that needs what embed returns"), torch.no_grad():
+            write()
+    assert torch.equal(weight, torch.ones(3))
+
+
+def test_random_numbers_are_drawn_as_by_a_real_tensor() -> None:
+    drawn = []
+    for tensor in (torch.ones(2, 3), x()):
+        torch.manual_seed(0)
+        F.dropout(tensor, 0.5)
+        drawn.append(torch.rand(()))
+    assert drawn[0] == drawn[1]
+
+
+def test_it_may_be_printed() -> None:
+    assert f"{x().mean():.3f}" == "what embed returns of shape (), torch.float32, on another pipeline stage"
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    states: list[Tensor]
+
+
+def test_it_is_found_in_whatever_a_step_returns() -> None:
+    require_known([None, 1, "a", torch.ones(()), Output(torch.ones(()), [])], "this")
+    for values in (x(), [(x(),)], {"a": {"b": x()}}, Output(torch.ones(()), [x()]), [Output(x(), [])]):
+        with pytest.raises(PipelineError, match="this needs what embed returns"):
+            require_known(values, "this")
