@@ -258,6 +258,8 @@ class _Step:
         with self.pipeline.layers.active(stage, arrived, partial(self.streams.reach, action.microbatch, stage)):
             try:
                 result = self.forward(action.microbatch)
+                if stage == self.last_stage:
+                    self._check_result(result)
             except StageExit as stop:
                 return stop.with_traceback(None)
         if stage < self.last_stage:
@@ -266,8 +268,12 @@ class _Step:
                 f"{self.pipeline.placement.layers}: either it did not run the layers, or a bare `except:` in it caught the exit of the "
                 "stage (catch Exception instead)"
             )
-        require_known(result, "the loss" if self.grad else "what the step returns")
         return result
+
+    def _check_result(self, result: Any) -> None:
+        require_known(result, "the loss" if self.grad else "what the step returns")
+        if self.grad and isinstance(result, Tensor):
+            self.pipeline.layers.check_loss(result, self.pipeline.module)
 
     def _keep_output(self, action: Action, output: Any, forms: tuple[Any, ...]) -> None:
         """Make ready what the next stage needs, and the way back for its gradient."""

@@ -57,6 +57,7 @@ class Origins(TorchFunctionMode):
         kwargs, name = kwargs or {}, func.__name__
         if name in _MOVES:
             func, name, args, kwargs = Tensor.to, "to", (args[0], META), {}
+        func = _ON_META.get(name, func)
         args, kwargs, moved = _on_meta(name, args, kwargs)
         args, kwargs = self._entering((args, kwargs), always=moved or name in _COPIES or writes(name, kwargs))
         if name in NUMBERS and not self.known.knows(args):
@@ -94,6 +95,20 @@ class Origins(TorchFunctionMode):
             kwargs = kwargs | {"fill_value": zero}
         return self.known.call(Tensor.fill_, (self.known.call(func, args, kwargs), fill.detach()), {})
 
+
+def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None) -> Tensor:
+    """Products of groups of rows (or columns) with matrices of their own: torch has it on the meta device in bfloat16 only."""
+    if a.dim() == b.dim() == 2:
+        output = (a @ b).expand(len(offs), -1, -1)
+    elif a.dim() == b.dim():
+        output = a @ b
+    else:
+        output = (a.sum(0) if a.dim() == 3 else a) @ (b.sum(0) if b.dim() == 3 else b)
+    return (output if bias is None else output + bias.sum(0)).to(out_dtype or a.dtype)
+
+
+_ON_META = {"grouped_mm": _grouped_mm, "_grouped_mm": _grouped_mm}
+"""What is called in place of functions that cannot run without numbers."""
 
 _MOVES = ("cpu", "cuda", "xpu", "pin_memory")
 

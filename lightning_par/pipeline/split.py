@@ -36,8 +36,7 @@ from lightning_par.layout import Span
 from lightning_par.numerics import Apart
 from lightning_par.pipeline.boundary import cannot_be_handed
 from lightning_par.pipeline.errors import PipelineError
-from lightning_par.pipeline.shown import HOW_TO_CARRY
-from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, LayerList, StageLayers
+from lightning_par.pipeline.stage import AfterLayers, BeforeLayers, LayerList, StageLayers, left_behind
 from lightning_par.pipeline.uses import Uses
 from lightning_par.pipeline.weigh import LayerCosts
 
@@ -185,11 +184,7 @@ def _check_between(placement: Placement, uses: Uses) -> None:
     for layer, user in sorted(uses.left):
         if stage_of[layer] != stage_of[user]:
             place = f"at {names[user]}" if 0 <= user < len(names) else "after the layers" if user > 0 else "before the layers"
-            raise PipelineError(
-                f"{names[layer]} is used {place} by another way than the output of its call, but that is on another pipeline stage: "
-                "what it computed and left on an attribute or in a hook (router logits, an auxiliary loss), a part of it called by itself, "
-                f"or its weights. So {HOW_TO_CARRY}; a penalty on weights is the optimizer's weight_decay; or use pp=1"
-            )
+            raise left_behind(names[layer], place)
     for giver, user in sorted(uses.skips):
         for span in placement.spans[1:]:
             if giver + 1 < span.start <= user:
@@ -204,8 +199,10 @@ def _check_between(placement: Placement, uses: Uses) -> None:
 def cut(module: nn.Module, placement: Placement, stages: Collection[int], uses: Uses | None = None) -> StageLayers:
     """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere."""
     spans = {stage: placement.spans[stage] for stage in stages}
-    name, uses = placement.layers, uses or Uses()
-    layers = StageLayers(module.get_submodule(name), spans, stages=len(placement.spans), name=name, traces=uses.traces)
+    name, uses = placement.layers, uses or Uses(unseen=frozenset({"any step"}))
+    layers = StageLayers(
+        module.get_submodule(name), spans, stages=len(placement.spans), name=name, traces=uses.traces, seen=uses.is_complete
+    )
     _replace(module, placement.layers, layers)
     here = [*(placement.before if 0 in spans else ()), *(placement.after if len(placement.spans) - 1 in spans else ())]
     for name in dict.fromkeys([*placement.before, *placement.after]):

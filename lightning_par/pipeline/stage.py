@@ -43,11 +43,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 from typing_extensions import override
 
 from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
+from lightning_par.pipeline.backward import children_first, is_leaf
 from lightning_par.pipeline.boundary import Absent, form_of, is_plain, rebuild, require_handable, tensors_of, withhold
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.shown import HOW_TO_CARRY, Elsewhere, Home, Shown, seen_from_afar, weights_of
@@ -246,11 +248,20 @@ class _Pass:
     versions: list[int] = field(default_factory=list)  # how often its tensors had been changed in place by then
     copied: Any = None  # its numbers, where nobody counts such changes
     passed: set[int] = field(default_factory=set)  # layers of earlier stages that were called
+    ends: set[Node] = field(default_factory=set)  # where the graphs of its layers' outputs end
     blanks: Blanks = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
         return self.ran == self.span.stop - 1
+
+
+def left_behind(layer: str, place: str) -> PipelineError:
+    return PipelineError(
+        f"{layer} is used {place} by another way than the output of its call, but that is on another pipeline stage: what it computed and "
+        "left on an attribute or in a hook (router logits, an auxiliary loss), a part of it called by itself, or its weights. So "
+        f"{HOW_TO_CARRY}; a penalty on weights is the optimizer's weight_decay; or use pp=1"
+    )
 
 
 LayerList = nn.ModuleList | nn.Sequential
@@ -266,6 +277,7 @@ class StageLayers(nn.ModuleList):
         stages: how many stages there are in all.
         name: what the list is called in the model, for messages.
         traces: attributes that layers are known to change as they run.
+        seen: whether dry runs have shown what layers leave behind; else it is looked for in the first graph of a loss.
     """
 
     def __init__(
@@ -276,6 +288,7 @@ class StageLayers(nn.ModuleList):
         stages: int,
         name: str,
         traces: Iterable[Trace] = (),
+        seen: bool = True,
     ) -> None:
         super().__init__()
         local = {i for span in spans.values() for i in range(span.start, span.stop)}
@@ -291,7 +304,7 @@ class StageLayers(nn.ModuleList):
         )
         self._own: dict[int, _OwnLayer] = {}  # made as they are first seen
         self._now: _Pass | None = None
-        self._traces = set(traces)
+        self._traces, self._seen = set(traces), seen
         self._watched: set[tuple[int, bool, bool]] = set()  # stages and modes in which layers were watched for more
 
     @contextmanager
@@ -410,6 +423,8 @@ class StageLayers(nn.ModuleList):
         if before is not None:
             self._traces |= traces(layer, before)
         now.ran, now.output = index, output
+        if not self._seen and now.watches and not now.exits:
+            now.ends |= {tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None}
         if now.exits:
             now.forms.append(form_of(output))
             if now.is_done:
@@ -466,6 +481,25 @@ class StageLayers(nn.ModuleList):
         missing = _missing(now.output, given)
         output, form = withhold(now.output if now.copied is None else now.copied, now.forms[-1], [] if 0 in missing else missing)
         return StageExit(output, (*now.forms[:-1], form))
+
+    def check_loss(self, loss: Tensor, module: nn.Module) -> None:
+        """Refuse a loss of ``module`` into which layers of this, the last stage got by another way than their outputs.
+
+        Called within the step; the first step of a run has to do, and only if no dry run has seen it.
+
+        Raises:
+            PipelineError: there is such a layer: those of other stages may have left something, too, of which nobody knows here.
+        """
+        now = self._now
+        assert now is not None
+        if not now.ends or loss.grad_fn is None:
+            return
+        leaves = {node.variable for node in children_first([loss.grad_fn], without=now.ends) if is_leaf(node)}
+        others = {weight for name, weight in module.named_parameters(remove_duplicate=False) if not name.startswith(self._name + ".")}
+        for index in range(now.span.start, now.span.stop):
+            layer = self._modules[self._keys[index]]
+            if leaves & set(layer.parameters()) - others:
+                raise left_behind(f"{self._name}.{self._keys[index]}", "after the layers")
 
     def _returned_by(self, index: int) -> Origin:
         return Origin(f"what {self._name}.{self._keys[index]} returned", HOW_TO_CARRY[0].upper() + HOW_TO_CARRY[1:])

@@ -43,7 +43,8 @@ class Uses:
     A name is that of the module through which one was used: of a tie, each module uses its own. ``skips`` are pairs of a layer and a later
     one (as many as there are layers: what comes after them) that uses its output, too. ``left`` are such pairs (-1: what comes before the
     layers) where a layer, a weight of it, or what it computed is used, but for its output. ``opaque`` are layers that return something
-    besides tensors and plain values, and its type. ``traces`` are attributes that a layer changes as it runs.
+    besides tensors and plain values, and its type. ``traces`` are attributes that a layer changes as it runs. ``unseen`` are steps that
+    could not be run dry: all else says nothing of them.
     """
 
     before: frozenset[str] = frozenset()
@@ -53,6 +54,12 @@ class Uses:
     left: frozenset[tuple[int, int]] = frozenset()
     opaque: frozenset[tuple[int, str]] = frozenset()
     traces: frozenset[Trace] = frozenset()
+    unseen: frozenset[str] = frozenset()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps could be run dry."""
+        return not self.unseen
 
     def __or__(self, other: Uses) -> Uses:
         """What several steps do."""

@@ -65,8 +65,8 @@ class Rehearsal:
         self._step = getattr(module, STEPS[self._fn])
         self._batches: dict[TrainerFn, tuple[Any, int] | Exception] = {}
 
-    def uses(self) -> Uses | None:
-        """Where modules are used; None where no step can run without numbers, or there is no batch to try."""
+    def uses(self) -> Uses:
+        """Where modules are used, as far as steps can run without numbers, and there are batches to try."""
         seen: list[Uses] = []
         fit, deciding = (TrainerFn.FITTING, TrainerFn.VALIDATING), ""
         with self._unseen():
@@ -82,7 +82,7 @@ class Rehearsal:
                 f"where. They stand before or after the pipeline's layers as {order}, or as "
                 "pipeline_before and pipeline_after of the model say. Compare the first losses with those of pp=1"
             )
-        return self._mesh.world.broadcast_object(reduce(or_, seen) if seen else None)
+        return self._mesh.world.broadcast_object(reduce(or_, seen))
 
     def _tried(self, fn: TrainerFn, sources: tuple[TrainerFn, ...], seen: list[Uses]) -> BaseException | None:
         """Try a step on one source of data after the other until it runs, and add to what was seen. Why it did not run on the first."""
@@ -96,6 +96,7 @@ class Rehearsal:
                 failures.append(error.__cause__ or error if isinstance(error, NumbersError) else error)
             else:
                 return None
+        seen.append(Uses(unseen=frozenset({STEPS[fn]})))
         return failures[0]
 
     def _seen(self, fn: TrainerFn, source: TrainerFn) -> Uses:

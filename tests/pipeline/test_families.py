@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_par import HybridParallelStrategy
+from lightning_par.pipeline import PipelineError, dry_run, place
 from tests.harness import run_world
 from tests.harness.models import QUIET
 
@@ -97,3 +98,12 @@ def test_two_stages_equal_a_plain_loop(name: str) -> None:
         expected.append(loss.detach())
     for losses in run_world(_fit, 2, name):
         torch.testing.assert_close(torch.stack(losses).float(), torch.stack(expected), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_router_losses_of_layers_on_other_stages_are_refused(name: str) -> None:
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    model = kind(kind.config_class(**MODELS[name], use_cache=False, output_router_logits=True, router_aux_loss_coef=0.5)).float()
+    uses = dry_run(model, "model.layers", lambda batch: model(**batch).loss, next(iter(padded())))
+    with pytest.raises(PipelineError, match=r"model\.layers\.0 is used after the layers by another way.*router logits"):
+        place(model, 2, uses=uses)

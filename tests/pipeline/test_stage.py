@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -387,6 +387,30 @@ class Asking(Model):
 def test_a_step_that_goes_through_weights_of_other_stages_is_refused(kind: type[Model], reason: str) -> None:
     with pytest.raises(PipelineError, match=reason):
         through_the_stages(kind(over), torch.tensor([[1, 5, 8]]))
+
+
+class Routed(Layer):
+    """Leaves a loss of its own in a list of everybody's."""
+
+    aside: ClassVar[list[Tensor]] = []
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        self.aside.append(self.linear(x).square().mean())
+        return super().forward(x, shift)
+
+
+class Routing(Model):
+    def forward(self, ids: Tensor) -> Tensor:
+        Routed.aside.clear()
+        return super().forward(ids) + sum(Routed.aside)
+
+
+def test_what_layers_leave_in_lists_of_others_is_found_where_no_dry_run_has_seen_it() -> None:
+    model, ids = Routing(over, Routed), torch.tensor([[1, 5, 8]])
+    with pytest.raises(PipelineError, match=r"layers\.3 is used after the layers by another way .*router logits, an auxiliary loss"):
+        through_the_stages(model, ids)
+    with pytest.raises(PipelineError, match=r"layers\.0 is used after the layers by another way .*router logits, an auxiliary loss"):
+        place(model, 3, uses=dry_run(model, "layers", model, ids))
 
 
 def test_a_step_finds_all_modules_and_parameters() -> None:
