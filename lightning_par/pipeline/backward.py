@@ -38,7 +38,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Rest = Callable[[], None]
-"""Part W."""
+"""What is left of a backward: part W, or sums."""
 
 
 def backward(outputs: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
@@ -56,7 +56,7 @@ def backward_inputs(outputs: Sequence[GradientEdge], grads: Sequence[Tensor], en
     branches = _find_branches([edge.node for edge in outputs], entry)
     if entry is None or not branches.waiting or any(leaf.variable._backward_hooks for leaf in branches.at_once):
         backward(outputs, grads)  # a hook on a parameter must see its gradient once, and taking it out is once already
-        return _nothing
+        return nothing
     sources = [edge for node in branches.waiting for edge in _arrivals(node)]
     at_once = [GradientEdge(leaf, 0) for leaf in branches.at_once]
     with _letting_go(branches.only_now):
@@ -177,8 +177,8 @@ def _take(edges: Sequence[GradientEdge], grads: dict[GradientEdge, Tensor]) -> t
     return there, [grads.pop(edge) for edge in there]
 
 
-def _nothing() -> None:
-    """Part W where part B was all."""
+def nothing(*_: object) -> None:
+    """Part W where part B was all, and any other rest or hook that does nothing."""
 
 
 def _nothing_of(tensor: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_par.comm import Group, Lanes, Work
 from lightning_par.layout import Action, Kind, Schedule
 from lightning_par.numerics import MicrobatchStreams
-from lightning_par.pipeline.backward import Rest, backward_inputs
+from lightning_par.pipeline.backward import Rest, backward_inputs, nothing
 from lightning_par.pipeline.boundary import (
     Inlet,
     TensorForm,
@@ -180,6 +180,7 @@ class _Step:
         self.graphs: dict[Place, list[GradientEdge | None]] = {}  # where gradients of an output enter, until backward
         self.seeds: dict[int, Tensor] = {}  # by micro-batch, the gradient of its loss: 1
         self.rests: dict[Place, Rest] = {}  # what is left of a backward
+        self.hasty: dict[Action, Rest] = {}  # sends for which the stage before idles, and what can be done after them
         self.outgoing: dict[Action, list[Tensor]] = {}  # by the receive that takes it
         self.headers: dict[Action, Any] = {}  # forms to send ahead of it
         self.sent: dict[Action, list[Work]] = {}
@@ -196,10 +197,16 @@ class _Step:
         }
 
     def run(self, actions: Sequence[Action]) -> None:
+        last_forward = max(place for place, action in enumerate(actions) if action.kind is Kind.F)
+        self.hasty = {action: nothing for action in actions[last_forward:] if action.kind is Kind.SEND_B and not self.split}
         with self.streams:
             for action in actions:
                 self.methods[action.kind](action)
-        left = [key for held in (self.inlets, self.graphs, self.seeds, self.rests, self.outgoing, self.headers, self.sent) for key in held]
+        left = [
+            key
+            for held in (self.inlets, self.graphs, self.seeds, self.rests, self.hasty, self.outgoing, self.headers, self.sent)
+            for key in held
+        ]
         assert not left, f"the step left something behind: {left}"
         assert self.inbox.is_empty, "the step left messages unread"
 
@@ -225,7 +232,11 @@ class _Step:
         if self.split:
             self.rests[place] = backward_inputs(outputs, grads, None if inlet is None else inlet.entry)
         else:
-            backward_summing(outputs, grads, [weight for weight in self.large if weight.grad is not None and self.quiet(weight)])
+            send = action._replace(kind=Kind.SEND_B)
+            large = [weight for weight in self.large if weight.grad is not None and self.quiet(weight)]
+            rest = backward_summing(outputs, grads, large, wait=send in self.hasty)
+            if send in self.hasty:
+                self.hasty[send] = rest
         if inlet is not None:
             self.outgoing[receive_of(action._replace(kind=Kind.SEND_B))] = inlet.take_gradients()
 
@@ -234,10 +245,12 @@ class _Step:
             self.rests.pop((action.stage, action.microbatch))()
 
     def _send(self, action: Action) -> None:
+        """Start to send what was computed, and then do what was left for later."""
         receive = receive_of(action)
         peer = self._rank(receive.stage)
         header = [self.lanes.send_object(self.headers.pop(receive), peer, self.device)] if receive in self.headers else []
         self.sent[action] = [*header, self.lanes.send(self.outgoing.pop(receive), peer)]
+        self.hasty.pop(action, nothing)()
 
     def _receive(self, action: Action) -> None:
         self.inbox.expect(action, self._source(action))

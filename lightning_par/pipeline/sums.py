@@ -18,14 +18,18 @@ transposed, or an ordinary embedding; and what the node saved is there as it was
 offloading); and nobody but the caller waits for its gradient: no hooks of others on the weight, its transpose or these nodes. All other
 weights get their gradients from autograd, half precision ones too, whose sums are wider than they are. What cannot be seen are
 ``register_prehook`` hooks that someone put on the weight's own node.
+
+Such sums can wait. Once a rank has run its last forward, the stage before idles until a gradient comes: it is sent first, and the sums are
+made while it travels, so that each stage on the way back holds up the next by half a backward only. The idea is that of zero bubble (Qi et
+al., arXiv 2401.10241), in the order and, but for what one micro-batch's products need, the memory of any schedule.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,7 +38,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from typing_extensions import override
 
-from lightning_par.pipeline.backward import backward
+from lightning_par.pipeline.backward import Rest, backward, nothing
 
 LARGE = 2**16
 """Elements of a gradient from which on a pass over memory takes longer than to find its product."""
@@ -48,24 +52,38 @@ def is_large(weight: Tensor) -> bool:
     return weight.numel() >= LARGE
 
 
-def backward_summing(outputs: Sequence[GradientEdge], grads: Sequence[Tensor], weights: Collection[Tensor]) -> None:
+def backward_summing(outputs: Sequence[GradientEdge], grads: Sequence[Tensor], weights: Collection[Tensor], *, wait: bool = False) -> Rest:
     """Run a graph backward in one piece, adding to the ``grad`` of such of ``weights`` as it can. See Note [Sums of products].
 
     Args:
         weights: parameters that have a ``grad``, to which anybody may add.
+        wait: whether sums are left to what this returns, which must be called once; else that does nothing.
     """
     leaves, found = _find(outputs, weights) if outputs and weights else ([], [])
     if not found:
         backward(outputs, grads)
-        return
+        return nothing
+    waiting: list[Callable[[], None]] = []
     summed = {use.weight for use in found}
     wanted = [GradientEdge(leaf, 0) for leaf in leaves if leaf.variable not in summed] + [GradientEdge(use.node, 0) for use in found]
     with ExitStack() as stack:
         for use in found:
-            stack.callback(use.node.register_prehook(partial(use.add, _stream_of(use.weight))).remove)
+            hook = partial(use.add, waiting.append if wait else _at_once, _stream_of(use.weight))
+            stack.callback(use.node.register_prehook(hook).remove)
         torch.autograd.backward(outputs, grads, inputs=wanted)
     lost = sum(not use.is_added for use in found)
     assert not lost, f"autograd did not come to {lost} of the nodes that were to add"
+    return partial(_one_by_one, waiting)
+
+
+def _at_once(sum_: Callable[[], None]) -> None:
+    sum_()
+
+
+def _one_by_one(waiting: list[Callable[[], None]]) -> None:
+    """Each lets go of what it was made of."""
+    while waiting:
+        waiting.pop(0)()
 
 
 class _Use(ABC):
@@ -84,11 +102,13 @@ class _Use(ABC):
         """What the node keeps for the gradient of the weight; None if it does not, or someone brings it back: then it cannot add."""
 
     @abstractmethod
-    def sum_up(self, sum_: Tensor, dy: Tensor) -> None:
-        """Add the gradient of the weight, by that of the node's output."""
+    def sum_up(self, sum_: Tensor, dy: Tensor, saved: Tensor) -> None:
+        """Add the gradient of the weight, by that of the node's output and what the node had ``saved``."""
 
-    def add(self, stream: torch.cuda.Stream | None, gradients: tuple[Tensor | None, ...]) -> None:
-        """A hook of the node, before it runs.
+    def add(
+        self, take: Callable[[Callable[[], None]], None], stream: torch.cuda.Stream | None, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """A hook of the node, before it runs: hands the sum to ``take``.
 
         On a GPU a node runs on the stream of its forward. Sums are all made on the caller's, ``stream``: one after another, and the caller
         need not wait for those on others, as he would not for autograd's.
@@ -97,17 +117,19 @@ class _Use(ABC):
         (dy,) = gradients
         if dy is None:
             return
+        saved, now = self.saved, _stream_of(self.weight)
+        if now != stream:
+            stream.wait_stream(now)
+            for tensor in (dy, saved):
+                tensor.record_stream(stream)
+        take(partial(self._sum, stream, dy, saved))
+
+    @torch.no_grad()
+    def _sum(self, stream: torch.cuda.Stream | None, dy: Tensor, saved: Tensor) -> None:
         if self.weight.grad is None:  # somebody has taken it away since
             self.weight.grad = torch.zeros_like(self.weight)
-        now = _stream_of(self.weight)
-        if now == stream:
-            self.sum_up(self.weight.grad, dy)
-            return
-        stream.wait_stream(now)
-        with torch.cuda.stream(stream):
-            self.sum_up(self.weight.grad, dy)
-        for tensor in (dy, self.saved):
-            tensor.record_stream(stream)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            self.sum_up(self.weight.grad, dy, saved)
 
 
 class _Product(_Use):
@@ -130,9 +152,8 @@ class _Product(_Use):
         return _saved(self.node, _FIRST_FACTORS[type(self.node).__name__])
 
     @override
-    def sum_up(self, sum_: Tensor, dy: Tensor) -> None:
-        x = self.saved
-        factors = (dy.t(), x) if self.transposed else (x.t(), dy)
+    def sum_up(self, sum_: Tensor, dy: Tensor, saved: Tensor) -> None:
+        factors = (dy.t(), saved) if self.transposed else (saved.t(), dy)
         sum_.addmm_(*factors, alpha=getattr(self.node, "_saved_alpha", 1))
 
 
@@ -151,11 +172,11 @@ class _Lookup(_Use):
         return _saved(self.node, "indices")
 
     @override
-    def sum_up(self, sum_: Tensor, dy: Tensor) -> None:
-        places, padding = self.saved, self.node._saved_padding_idx
+    def sum_up(self, sum_: Tensor, dy: Tensor, saved: Tensor) -> None:
+        padding = self.node._saved_padding_idx
         if padding < len(self.weight):  # else there is none
-            dy = dy.masked_fill((places == padding).unsqueeze(-1), 0)
-        places, rows = places.reshape(-1), dy.reshape(-1, dy.shape[-1])
+            dy = dy.masked_fill((saved == padding).unsqueeze(-1), 0)
+        places, rows = saved.reshape(-1), dy.reshape(-1, dy.shape[-1])
         if dy.device.type == "cpu":
             sum_.index_add_(0, places, rows)
         else:  # in the same order every time, as autograd's own
@@ -220,14 +241,10 @@ def _saved(node: Node, name: str) -> Any:
 
 def _has_hooks(node: Node) -> bool:
     """Whether someone waits for what a node computes."""
-    handle = node.register_hook(_nothing)
+    handle = node.register_hook(nothing)
     others = len(handle.hooks_dict_ref()) > 1
     handle.remove()
     return others
-
-
-def _nothing(*_: object) -> None:
-    """A hook that does nothing."""
 
 
 def _stream_of(tensor: Tensor) -> torch.cuda.Stream | None:

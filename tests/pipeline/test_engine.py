@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_par.comm import Group
-from lightning_par.pipeline import Pipeline, PipelineError, engine, simulate, training_plan
+from lightning_par.comm import Group, Lanes
+from lightning_par.pipeline import Pipeline, PipelineError, engine, simulate, sums, training_plan
 from lightning_par.pipeline.inbox import Inbox
 from tests.harness import WorldError, run_world
 from tests.pipeline.models import gpt
@@ -257,6 +258,28 @@ def _order(schedule: str) -> str:
 def test_gradients_of_weights_wait_for_their_place_in_the_schedule() -> None:
     assert run_world(_order, 2, "1f1b") == ["FFWFWW", "FWFWFW"]
     assert run_world(_order, 2, "zb_h1") == ["FFWFWW", "FFWFWW"]
+
+
+def _hasty() -> str:
+    model, seen = gpt(2), list[str]()
+    pipeline = Pipeline.split(model, pp_group(2), "1f1b")
+    step = Step(model, cut(tokens(8, 5), 4), lambda model, piece: model(**piece).loss)
+
+    def noted(kind: str, real: Any) -> Any:
+        return lambda *args, **options: (seen.append(kind), real(*args, **options))[1]
+
+    with (
+        patch.object(sums, "LARGE", 1),
+        patch.object(sums._Use, "_sum", noted("w", sums._Use._sum)),
+        patch.object(Lanes, "send", noted("S", Lanes.send)),
+    ):
+        pipeline.forward_backward(step, step.signatures)
+    return "".join(seen)
+
+
+def test_after_the_last_forward_gradients_are_sent_before_sums_are_made() -> None:
+    """The last stage has no send but those; its first micro-batch has nothing to add to."""
+    assert re.fullmatch("S(w+S){2}Sw+", run_world(_hasty, 2)[1])
 
 
 def _sent() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:

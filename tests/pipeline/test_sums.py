@@ -14,12 +14,12 @@ from lightning_par.pipeline.sums import backward_summing
 from tests.pipeline.test_backward import STAGES, WIDTH, Frozen, Packed, Stage, WeightTwice, build, run, whole
 
 
-def summed(stage: Stage, weights: Collection[Tensor] | None = None) -> set[str]:
+def summed(stage: Stage, weights: Collection[Tensor] | None = None, *, wait: bool = False) -> set[str]:
     """Run the stage, with backward by sums of products; the names of parameters that autograd did not add to."""
     by_autograd: set[Tensor] = set()
     handles = [param.register_post_accumulate_grad_hook(by_autograd.add) for param in stage.parameters() if param.requires_grad]
     there = [param for param in stage.parameters() if param.grad is not None] if weights is None else weights
-    run(stage, lambda edges, grads, entry: backward_summing(*_given(edges, grads), there))
+    run(stage, lambda edges, grads, entry: backward_summing(*_given(edges, grads), there, wait=wait)())
     for handle in handles:
         handle.remove()
     return {name for name, param in stage.named_parameters() if param.grad is not None and param not in by_autograd}
@@ -226,19 +226,35 @@ OWN = [kind for kind in Stage.__subclasses__() if kind.__module__ == __name__]
 KINDS = [*STAGES, *OWN]
 
 
+@pytest.mark.parametrize("wait", [False, True], ids=["at once", "later"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_sums_are_those_of_autograd(kind: type[Stage]) -> None:
+def test_sums_are_those_of_autograd(kind: type[Stage], wait: bool) -> None:
     one, two = build(kind), build(kind)
     for _ in range(2):
         input_grad, grads, _ = run(one, whole)
     run(two, whole)
-    summed(two)
+    summed(two, wait=wait)
     for (name, parameter), grad in zip(two.named_parameters(), grads, strict=True):
         assert (parameter.grad is None) == (grad is None), name
         if grad is not None:
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-13, atol=1e-13, msg=lambda text, n=name: f"{n}: {text}")
-    inputs = run(two, lambda edges, grads, entry: backward_summing(*_given(edges, grads), list(two.parameters())))
-    assert torch.equal(inputs[0], input_grad)
+    inputs = run(two, lambda edges, grads, entry: backward_summing(*_given(edges, grads), list(two.parameters()), wait=wait))
+    assert torch.equal(inputs[0], input_grad), "there before the sums"
+
+
+def test_sums_that_wait_are_made_when_they_are_asked_for_and_hold_nothing_after() -> None:
+    stage, rests = build(Stage), []
+    run(stage, whole)
+    before = [parameter.grad.clone() for parameter in (stage.a.weight, stage.b.weight)]
+    weights = [stage.a.weight, stage.b.weight]
+    run(stage, lambda edges, grads, entry: rests.append(backward_summing(*_given(edges, grads), weights, wait=True)))
+    assert all(torch.equal(weight.grad, old) for weight, old in zip(weights, before, strict=True))
+    (rest,) = rests
+    rest()
+    torch.testing.assert_close(stage.a.weight.grad, 2 * before[0], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(stage.b.weight.grad, 2 * before[1], rtol=1e-13, atol=1e-13)
+    rest()
+    torch.testing.assert_close(stage.a.weight.grad, 2 * before[0], rtol=1e-13, atol=1e-13, msg="nothing is left")
 
 
 @pytest.mark.parametrize(
