@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_par.pipeline.errors import PipelineError
-from lightning_par.pipeline.unknown import Blanks, Origin, unknown
+from lightning_par.pipeline.unknown import Origin, UnknownObject, hollow, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +67,18 @@ def is_plain(leaf: Any) -> bool:
 
 def form_of(output: Any) -> Any:
     """The form of a layer's output."""
-    if isinstance(output, Tensor):
-        return TensorForm(tuple(output.shape), output.dtype)
-    return tree_map(_form, output)
+    return _form(output) if isinstance(output, Tensor) else tree_map(_form, output)
 
 
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return TensorForm(tuple(leaf.shape), leaf.dtype)
     return leaf if isinstance(leaf, PLAIN) else Opaque(type(leaf).__name__)
+
+
+def structure_of(form: Any) -> Any:
+    """Of a form, what a step may go by on stages that do not get the output itself: not floats, and not how large tensors are."""
+    return tree_map(lambda leaf: type(leaf).__name__ if isinstance(leaf, TensorForm | float) else leaf, form)
 
 
 def require_handable(form: Any) -> None:
@@ -118,37 +121,30 @@ def gradient_forms(form: Any) -> list[TensorForm]:
     return [leaf for leaf in tensor_forms(form) if has_gradient(leaf.dtype)]
 
 
-def rebuild(form: Any, tensors: Iterable[Tensor], absent: Absent) -> Any:
+def rebuild(form: Any, tensors: Iterable[Tensor], device: torch.device, origin: Origin) -> Any:
     """The layer's output again, with these tensors in it, and unknown ones where some were withheld."""
     left = iter(tensors)
-    if isinstance(form, TensorForm):
-        return next(left)
-    return tree_map(lambda leaf: next(left) if isinstance(leaf, TensorForm) else absent(leaf), form)
+
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, Withheld):
+            return hollow(leaf.form.shape, leaf.form.dtype, device, origin)
+        return next(left) if isinstance(leaf, TensorForm) else leaf
+
+    return part(form) if isinstance(form, TensorForm) else tree_map(part, form)
 
 
-@dataclass(frozen=True)
-class Absent:
-    """Makes what stands for a layer's output on other stages: one form of it after the other."""
+def stand_for(form: Any, device: torch.device, origin: Origin) -> Any:
+    """A layer's output where nobody knows what it returned, but the form of that. Only the hidden state may be worked on in place."""
+    places = itertools.count()
 
-    origin: Origin
-    device: torch.device
-    blanks: Blanks
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, TensorForm):
+            return (hollow if next(places) else unknown)(leaf.shape, leaf.dtype, device, origin)
+        if isinstance(leaf, Withheld):
+            return hollow(leaf.form.shape, leaf.form.dtype, device, origin)
+        return UnknownObject(origin) if isinstance(leaf, Opaque | float) else leaf
 
-    def __call__(self, leaf: Any) -> Any:
-        form = leaf.form if isinstance(leaf, Withheld) else leaf
-        if isinstance(form, TensorForm):
-            return unknown(form.shape, form.dtype, self.device, self.origin, self.blanks)
-        return UnknownObject(self.origin) if isinstance(leaf, Opaque) else leaf
-
-
-class UnknownObject:
-    """What a layer returned that is no tensor, and is elsewhere."""
-
-    def __init__(self, origin: Origin) -> None:
-        self.__dict__["unknown_origin"] = origin
-
-    def __getattr__(self, name: str) -> Any:
-        raise self.unknown_origin.refused(f"the step's use of .{name}")
+    return tree_map(part, form)
 
 
 def messages_of(output: Any) -> list[Tensor]:

@@ -22,6 +22,7 @@ from lightning_par.pipeline.boundary import (
     edges_of,
     gradient_forms,
     messages_of,
+    structure_of,
     tensor_forms,
 )
 from lightning_par.pipeline.errors import PipelineError
@@ -90,7 +91,7 @@ class Pipeline:
         for name, first in everything:
             holders[first].update(rank_of[stage] for stage in placement.stages_of(name))
         pairs = {pair for a, b in pairwise(rank_of) if a != b for pair in ((a, b), (b, a))}
-        stage_layers = cut(module, placement, order.stages_of(group.index, group.size, chunks), uses)
+        stage_layers = cut(module, placement, order.stages_of(group.index, group.size, chunks), uses, device)
         return cls(
             module=module,
             layers=stage_layers,
@@ -213,11 +214,11 @@ class _Step:
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         inlet = self._enter(action) if stage > 0 else None
-        result = self._run_stage(action, inlet)
-        if isinstance(result, StageExit):
-            self._keep_output(action, result.output, result.forms)
-        else:
+        done, result = self._run_stage(action, inlet)
+        if done is None:
             self._keep_loss(action, result)
+        else:
+            self._keep_output(action, *done)
         if self.grad and inlet is not None:
             inlet.tensors.clear()
             self.inlets[stage, microbatch] = inlet
@@ -262,8 +263,8 @@ class _Step:
     def _enter(self, action: Action) -> Inlet:
         return Inlet(self._collect(action._replace(kind=Kind.RECV_F)), grad=self.grad)
 
-    def _run_stage(self, action: Action, inlet: Inlet | None) -> Any:
-        """How the stage was left, or what the user's step returns on the last stage."""
+    def _run_stage(self, action: Action, inlet: Inlet | None) -> tuple[tuple[Any, tuple[Any, ...]] | None, Any]:
+        """What is to be handed on, and the forms of what layers returned; on the last stage, None and what the user's step returns."""
         stage, arrived = action.stage, Arrived()
         if inlet is not None:
             arrived = Arrived(inlet.tensors, self.forms[self._key(stage - 1, action.microbatch)])
@@ -274,14 +275,14 @@ class _Step:
                 if stage == self.last_stage:
                     self._check_result(result)
             except StageExit as stop:
-                return stop.with_traceback(None)
+                return (stop.output, stop.forms), None
         if stage < self.last_stage:
             raise PipelineError(
                 f"the step came to its end on stage {stage} of {self.last_stage + 1}, which must end inside "
                 f"{self.pipeline.placement.layers}: either it did not run the layers, or a bare `except:` in it caught the exit of the "
                 "stage (catch Exception instead)"
             )
-        return result
+        return None, result
 
     def _check_result(self, result: Any) -> None:
         require_known(result, "the loss" if self.grad else "what the step returns")
@@ -294,20 +295,23 @@ class _Step:
         key = self._key(action.stage, action.microbatch)
         is_new = key not in self.forms
         if self.forms.setdefault(key, forms) != forms:
-            raise self._another_form(action, forms, self.forms[key])
+            self._require_same(action, forms, self.forms[key])
         if is_new and self._rank(receive.stage) != self.pipeline.index:
             self.headers[receive] = forms
         self.outgoing[receive] = messages_of(output)
         if self.grad:
             self.graphs[action.stage, action.microbatch] = edges_of(output)
 
-    def _another_form(self, action: Action, now: tuple[Any, ...], before: tuple[Any, ...]) -> PipelineError:
-        layer, form, other = next((i, one, two) for i, (one, two) in enumerate(zip(now, before, strict=True)) if one != two)
-        return PipelineError(
-            f"on stage {action.stage}, layer {layer} of {self.pipeline.placement.layers} returned {form} where it returned {other} before, "
-            f"for a micro-batch of the same shapes ({self.signatures[action.microbatch]}): shapes, and what layers return besides tensors, "
-            "may depend on the shapes of the batch only"
-        )
+    def _require_same(self, action: Action, now: tuple[Any, ...], before: tuple[Any, ...]) -> None:
+        """What later stages know, by the forms of one micro-batch, is right for this one."""
+        told, known = ([*map(structure_of, forms[:-1]), forms[-1]] for forms in (now, before))
+        for layer, (form, other) in enumerate(zip(told, known, strict=True)):
+            if form != other:
+                raise PipelineError(
+                    f"on stage {action.stage}, layer {layer} of {self.pipeline.placement.layers} returned {form} where it returned {other} "
+                    f"before, for a micro-batch of the same shapes ({self.signatures[action.microbatch]}): shapes, and what layers return "
+                    "besides tensors, may depend on the shapes of the batch only"
+                )
 
     def _keep_loss(self, action: Action, loss: Any) -> None:
         self.forms.setdefault(self._key(action.stage, action.microbatch), ())

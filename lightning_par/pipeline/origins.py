@@ -13,20 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_par.pipeline.backward import is_leaf
+from lightning_par.pipeline.backward import children_first, is_leaf
 from lightning_par.pipeline.entering import Entering
 from lightning_par.pipeline.known import META, Known, memory_of
 from lightning_par.pipeline.torch_functions import NUMBERS, asked_for_numbers, tensors_in, writes
 
 Leaves = frozenset[Tensor]
-
-Edge = tuple[Node, int]
-"""A node of autograd's graph, and to which of its outputs in the forward pass the gradient belongs."""
 
 
 class Origins(TorchFunctionMode):
@@ -143,18 +139,5 @@ def leaves_of(tensors: Iterable[Tensor]) -> Leaves:
     """The leaves of the graphs of these."""
     tensors = list(tensors)
     own = {tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf}
-    return frozenset(own | {node.variable for node, _ in edges_of(tensors) if is_leaf(node)})
-
-
-def edges_of(tensors: Iterable[Tensor]) -> frozenset[Edge]:
-    """The edges of the graphs of these, and those by which gradients come to them."""
-    todo = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None]
-    edges, seen = set(todo), set[Node]()
-    while todo:
-        node, _ = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            onward = {edge for edge in node.next_functions if edge[0] is not None} - edges
-            edges |= onward
-            todo += onward
-    return frozenset(edges)
+    nodes = children_first([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
+    return frozenset(own | {node.variable for node in nodes if is_leaf(node)})

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import ismethod
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_par.pipeline.errors import PipelineError
-from lightning_par.pipeline.unknown import Origin, unknown, unknown_weight
+from lightning_par.pipeline.unknown import Home, Origin, unknown, unknown_weight
 
 
 class Shown:
@@ -67,21 +66,6 @@ class Shown:
         return repr(self._stands_for)
 
 
-class Home(Protocol):
-    """The layer list of a rank."""
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a stage is active."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rank computes."""
-
-    def look(self, name: str) -> None:
-        """Is told the name of an attribute of a module of another stage that is read, and may refuse."""
-
-
 class Elsewhere(Shown):
     """A module of another stage, or a part of one: what ``_stands_for`` is for has no values here.
 
@@ -90,10 +74,11 @@ class Elsewhere(Shown):
     Args:
         module: a copy on the meta device, or the module itself where another stage of this rank holds it.
         name: what it is called in the model.
+        instead: what to do instead of using its weights.
     """
 
-    def __init__(self, module: nn.Module, name: str, home: Home, **own: Any) -> None:
-        super().__init__(module, _name=name, _home=home, **own)
+    def __init__(self, module: nn.Module, name: str, home: Home, instead: str | None = None, **own: Any) -> None:
+        super().__init__(module, _name=name, _home=home, _instead=instead or INSTEAD_OF_WEIGHTS, **own)
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -117,7 +102,7 @@ class Elsewhere(Shown):
         )
 
     def _seen(self, name: object, value: Any) -> Any:
-        return seen_from_afar(value, f"{self._name}.{name}", self._home)
+        return seen_from_afar(value, f"{self._name}.{name}", self._home, self._instead)
 
     @property
     def _modules(self) -> dict[str, Any]:
@@ -139,37 +124,33 @@ class Elsewhere(Shown):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if self._home.in_step:
-            raise weights_of(self._name).refused("the state_dict() that the step asks for")
+            raise Origin(self._name, self._instead).refused("the state_dict() that the step asks for")
         return {}
 
 
-def seen_from_afar(value: Any, name: str, home: Home) -> Any:
+def seen_from_afar(value: Any, name: str, home: Home, instead: str) -> Any:
     """An attribute, called ``name``, of a module that lives elsewhere."""
     if isinstance(value, nn.Module):
-        return Elsewhere(value, name, home)
+        return Elsewhere(value, name, home, instead)
     if isinstance(value, Tensor):
-        return unknown_weight(value, home.device, weights_of(name)) if value.is_meta else value
+        return unknown_weight(value, home.device, Origin(name, instead, home)) if value.is_meta else value
     if ismethod(value) and isinstance(value.__self__, nn.Module) and not hasattr(nn.Module, value.__name__):
-        return partial(_called, value, name, home)
+        return partial(_called, value, Origin(name, instead, home))
     return value
 
 
-def _called(method: Callable[..., Any], name: str, home: Home, *args: Any, **kwargs: Any) -> Any:
+def _called(method: Callable[..., Any], origin: Origin, *args: Any, **kwargs: Any) -> Any:
     """The answer of a method, if that needs no number."""
-    origin = weights_of(name)
     try:
         output = method(*args, **kwargs)
     except RuntimeError as error:
         raise origin.refused("the step's call of a method") from error
-    return tree_map_only(Tensor, lambda tensor: unknown(tensor.shape, tensor.dtype, home.device, origin), output)
-
-
-def weights_of(name: str) -> Origin:
-    return Origin(
-        name,
-        f"Let the module use it in its own forward: {HOW_TO_CARRY}; a penalty on weights is the optimizer's weight_decay. Between steps, "
-        "trainer.strategy.full_state_dict(), called on every rank, gives all weights",
-    )
+    return tree_map_only(Tensor, lambda tensor: unknown(tensor.shape, tensor.dtype, origin.home.device, origin), output)
 
 
 HOW_TO_CARRY = "call layers whole, x = layer(x), and carry what else is needed through them, x, total = layer(x, total)"
+
+INSTEAD_OF_WEIGHTS = (
+    f"Let the module use it in its own forward: {HOW_TO_CARRY}; a penalty on weights is the optimizer's weight_decay. Between steps, "
+    "trainer.strategy.full_state_dict(), called on every rank, gives all weights"
+)

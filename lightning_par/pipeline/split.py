@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
@@ -196,13 +197,21 @@ def _check_between(placement: Placement, uses: Uses) -> None:
                 )
 
 
-def cut(module: nn.Module, placement: Placement, stages: Collection[int], uses: Uses | None = None) -> StageLayers:
+def cut(
+    module: nn.Module, placement: Placement, stages: Collection[int], uses: Uses | None = None, device: torch.device | None = None
+) -> StageLayers:
     """Make the module that of a rank with these stages: replace the layer list, and put stand-ins for what lives elsewhere."""
     spans = {stage: placement.spans[stage] for stage in stages}
     name, uses = placement.layers, uses or Uses(unseen=frozenset({"any step"}))
     layers = StageLayers(
-        module.get_submodule(name), spans, stages=len(placement.spans), name=name, traces=uses.traces, seen=uses.is_complete
-    )
+        module.get_submodule(name),
+        spans,
+        stages=len(placement.spans),
+        name=name,
+        traces=uses.traces,
+        seen=uses.is_complete,
+        device=device,
+    ).belong_to(module)
     _replace(module, placement.layers, layers)
     here = [*(placement.before if 0 in spans else ()), *(placement.after if len(placement.spans) - 1 in spans else ())]
     for name in dict.fromkeys([*placement.before, *placement.after]):

@@ -44,17 +44,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
 from lightning_par.pipeline.backward import children_first, is_leaf
-from lightning_par.pipeline.boundary import Absent, form_of, is_plain, rebuild, require_handable, tensors_of, withhold
+from lightning_par.pipeline.boundary import form_of, is_plain, rebuild, require_handable, stand_for, tensors_of, withhold
 from lightning_par.pipeline.errors import PipelineError
-from lightning_par.pipeline.shown import HOW_TO_CARRY, Elsewhere, Home, Shown, seen_from_afar, weights_of
+from lightning_par.pipeline.shown import HOW_TO_CARRY, INSTEAD_OF_WEIGHTS, Elsewhere, Shown, seen_from_afar
+from lightning_par.pipeline.torch_functions import tensors_in
 from lightning_par.pipeline.traces import Trace, marks, traces
-from lightning_par.pipeline.unknown import Blanks, Origin, require_known, unknown, unknown_weight
+from lightning_par.pipeline.unknown import Home, Origin, require_known, unknown, unknown_weight
 
 KNOWN = 1000
 """Calls that a stand-in remembers: plain values that never come again (a count of steps) must not fill memory."""
@@ -80,6 +81,11 @@ class StandIn(nn.Module):
         super().__init__()
         self._hide(_stands_for=module, _name=name, _home=home)
 
+    @property
+    def _instead(self) -> str:
+        """What to do instead of using its weights."""
+        raise NotImplementedError
+
     def _hide(self, **attributes: Any) -> None:
         """Set attributes without registering them as submodules, parameters or buffers."""
         for name, value in attributes.items():
@@ -88,8 +94,9 @@ class StandIn(nn.Module):
     @override
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
         """Within a step, as if the module were here."""
-        shown = Elsewhere(self._stands_for, self._name, self._home) if self._home is not None and self._home.in_step else super()
-        return shown.named_modules(memo, prefix, remove_duplicate)
+        if self._home is None or not self._home.in_step:
+            return super().named_modules(memo, prefix, remove_duplicate)
+        return Elsewhere(self._stands_for, self._name, self._home, self._instead).named_modules(memo, prefix, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
         if "_stands_for" not in self.__dict__:
@@ -124,6 +131,15 @@ class BeforeLayers(StandIn):
         super().__init__(module, name, home)
         self._hide(_example=example, _known=known, _is_part=is_part, training=module.training)
 
+    @property
+    @override
+    def _instead(self) -> str:
+        return (
+            "Pass it through the layers' outputs. If it is the model's end that needs it, say so on the model: pipeline_after = "
+            f"[{self._name!r}] if it is used there only, pipeline_before and pipeline_after if at both ends. A dry run of the step sees "
+            "all that by itself: keep what needs the numbers of tensors (.item(), if) out of the step"
+        )
+
     @override
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -132,7 +148,7 @@ class BeforeLayers(StandIn):
             part._begin(value, f"{self._name}.{name}", self._home, self._example, self._known, is_part=True)
             return part
         if isinstance(value, Tensor):
-            return unknown_weight(value, self._example.device, _before_the_layers(f"{self._name}.{name}", self._name))
+            return unknown_weight(value, self._example.device, Origin(f"{self._name}.{name}", self._instead, self._home))
         return partial(self._answer, value) if ismethod(value) and value.__self__ is self._stands_for else value
 
     @override
@@ -165,7 +181,7 @@ class BeforeLayers(StandIn):
         return call, forms, str(spec), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_default_dtype()
 
     def _unknown(self, meta: Tensor) -> Tensor:
-        return unknown(meta.shape, meta.dtype, self._example.device, _before_the_layers(f"what {self._name} returns", self._name))
+        return unknown(meta.shape, meta.dtype, self._example.device, Origin(f"what {self._name} returns", self._instead, self._home))
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BeforeLayers:
@@ -182,15 +198,6 @@ class BeforeLayers(StandIn):
         return super().train(mode)
 
 
-def _before_the_layers(what: str, module: str) -> Origin:
-    return Origin(
-        what,
-        "Pass it through the layers' outputs. If it is the model's end that needs it, say so on the model: pipeline_after = "
-        f"[{module!r}] if it is used there only, pipeline_before and pipeline_after if at both ends. A dry run of the step sees all that "
-        "by itself: keep what needs the numbers of tensors (.item(), if) out of the step",
-    )
-
-
 class AfterLayers(StandIn):
     """A module of the last stage, on another rank: never reached."""
 
@@ -199,7 +206,12 @@ class AfterLayers(StandIn):
 
     @override
     def __getattr__(self, name: str) -> Any:
-        return seen_from_afar(super().__getattr__(name), f"{self._name}.{name}", self._home)
+        return seen_from_afar(super().__getattr__(name), f"{self._name}.{name}", self._home, self._instead)
+
+    @property
+    @override
+    def _instead(self) -> str:
+        return f"If it is used before the layers, too, say so on the model: pipeline_before and pipeline_after = [{self._name!r}]"
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,8 +260,8 @@ class _Pass:
     versions: list[int] = field(default_factory=list)  # how often its tensors had been changed in place by then
     copied: Any = None  # its numbers, where nobody counts such changes
     passed: set[int] = field(default_factory=set)  # layers of earlier stages that were called
-    ends: set[Node] = field(default_factory=set)  # where the graphs of its layers' outputs end
-    blanks: Blanks = field(default_factory=dict)
+    given: Any = None  # what it was given
+    ends: dict[Node, int] = field(default_factory=dict)  # where the graphs of its layers' outputs end, by layer
 
     @property
     def is_done(self) -> bool:
@@ -278,6 +290,7 @@ class StageLayers(nn.ModuleList):
         name: what the list is called in the model, for messages.
         traces: attributes that layers are known to change as they run.
         seen: whether dry runs have shown what layers leave behind; else it is looked for in the first graph of a loss.
+        device: where they will run; without it, where their parameters are.
     """
 
     def __init__(
@@ -289,6 +302,7 @@ class StageLayers(nn.ModuleList):
         name: str,
         traces: Iterable[Trace] = (),
         seen: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         local = {i for span in spans.values() for i in range(span.start, span.stop)}
@@ -304,7 +318,8 @@ class StageLayers(nn.ModuleList):
         )
         self._own: dict[int, _OwnLayer] = {}  # made as they are first seen
         self._now: _Pass | None = None
-        self._traces, self._seen = set(traces), seen
+        self._traces, self._seen, self._device = set(traces), seen, device
+        self._whole: list[nn.Module] = []  # no part of this
         self._watched: set[tuple[int, bool, bool]] = set()  # stages and modes in which layers were watched for more
 
     @contextmanager
@@ -331,8 +346,20 @@ class StageLayers(nn.ModuleList):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's layers are."""
-        return next((parameter.device for part in self._modules.values() for parameter in part.parameters()), torch.device("cpu"))
+        """Where this rank's layers run."""
+        where = (parameter.device for part in self._modules.values() for parameter in part.parameters())
+        return self._device or next(where, torch.device("cpu"))
+
+    def belong_to(self, module: nn.Module) -> StageLayers:
+        """These are the layers of this module."""
+        self._whole = [module]
+        return self
+
+    def kept_with(self, tensor: Tensor) -> Tensor | None:
+        """The parameter or buffer of the module that has its numbers in the same memory as this tensor."""
+        memory = tensor.untyped_storage().data_ptr()
+        own = (one for part in self._whole for one in (*part.parameters(), *part.buffers()))
+        return next((one for one in own if one.layout is torch.strided and one.untyped_storage().data_ptr() == memory), None)
 
     @override
     def __len__(self) -> int:
@@ -361,7 +388,7 @@ class StageLayers(nn.ModuleList):
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if self._now is not None and self._stages > 1:
-            raise weights_of(self._name).refused("the state_dict() that the step asks for")
+            raise Origin(self._name, INSTEAD_OF_WEIGHTS).refused("the state_dict() that the step asks for")
         return super().state_dict(*args, **kwargs)
 
     @override
@@ -423,11 +450,12 @@ class StageLayers(nn.ModuleList):
         if before is not None:
             self._traces |= traces(layer, before)
         now.ran, now.output = index, output
-        if not self._seen and now.watches and not now.exits:
-            now.ends |= {tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None}
+        if not self._seen and now.watches and now.span.start > 0 and not now.exits:
+            now.ends.update((tensor.grad_fn, index) for tensor in tensors_of(output) if tensor.grad_fn is not None)
         if now.exits:
             now.forms.append(form_of(output))
             if now.is_done:
+                now.given = args, kwargs
                 self._watch_changes(now)
         return output
 
@@ -438,11 +466,11 @@ class StageLayers(nn.ModuleList):
             raise PipelineError(f"{self._name}.{index} is on another pipeline rank: layers run only within the trainer's steps")
         if index < now.span.start:
             self._check_passing(now, index)
-            absent = Absent(self._returned_by(index), self.device, now.blanks)
+            form, device, origin = now.arrived.forms[index], self.device, self._returned_by(index)
             if index < now.span.start - 1:
-                return tree_map(absent, now.arrived.forms[index])
+                return stand_for(form, device, origin)
             now.reached()
-            return rebuild(now.arrived.forms[index], now.arrived.tensors, absent)
+            return rebuild(form, now.arrived.tensors, device, origin)
         if not now.is_done:
             raise PipelineError(
                 f"the model calls {self._name}.{index} before {self._name}.{now.span.stop - 1}: layers must run in order, all of them"
@@ -478,8 +506,8 @@ class StageLayers(nn.ModuleList):
                 f"the step changes in place what {name} returned. The next stage begins with that, and would change it once more: make a "
                 "new tensor, x = x + y, or do it in the layer"
             )
-        missing = _missing(now.output, given)
-        output, form = withhold(now.output if now.copied is None else now.copied, now.forms[-1], [] if 0 in missing else missing)
+        kept = _kept_back(tensors, given, now.given)
+        output, form = withhold(now.output if now.copied is None else now.copied, now.forms[-1], kept)
         return StageExit(output, (*now.forms[:-1], form))
 
     def check_loss(self, loss: Tensor, module: nn.Module) -> None:
@@ -494,7 +522,17 @@ class StageLayers(nn.ModuleList):
         assert now is not None
         if not now.ends or loss.grad_fn is None:
             return
-        leaves = {node.variable for node in children_first([loss.grad_fn], without=now.ends) if is_leaf(node)}
+        last = {node for node, index in now.ends.items() if index == now.span.stop - 1}
+        reached = list(children_first([loss.grad_fn], without=last))
+        early = now.ends | {tensor.grad_fn: now.span.start - 1 for tensor in now.arrived.tensors if tensor.grad_fn is not None}
+        if around := [early[node] for node in reached if node in early]:
+            raise PipelineError(
+                f"what {self._name}.{self._keys[around[0]]} returned gets into the loss past the layers behind it: the step has kept it, "
+                "or a layer has made something of it and left that on an attribute, in a list or hook (router logits, an auxiliary loss). "
+                "No dry run has seen whether layers of other stages do so, too, of which nothing is known here. So "
+                f"{HOW_TO_CARRY}; or use pp=1"
+            )
+        leaves = {node.variable for node in reached if is_leaf(node)}
         others = {weight for name, weight in module.named_parameters(remove_duplicate=False) if not name.startswith(self._name + ".")}
         for index in range(now.span.start, now.span.stop):
             layer = self._modules[self._keys[index]]
@@ -502,7 +540,7 @@ class StageLayers(nn.ModuleList):
                 raise left_behind(f"{self._name}.{self._keys[index]}", "after the layers")
 
     def _returned_by(self, index: int) -> Origin:
-        return Origin(f"what {self._name}.{self._keys[index]} returned", HOW_TO_CARRY[0].upper() + HOW_TO_CARRY[1:])
+        return Origin(f"what {self._name}.{self._keys[index]} returned", HOW_TO_CARRY[0].upper() + HOW_TO_CARRY[1:], self)
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -519,10 +557,15 @@ def _is_plain(leaves: Sequence[Any]) -> bool:
     return all(is_plain(leaf) for leaf in leaves)
 
 
-def _missing(output: Any, given: Any) -> list[int]:
-    """The places of the tensors of ``output`` that are not among ``given``, (args, kwargs), themselves."""
+def _kept_back(output: Sequence[Tensor], given: Any, before: Any) -> list[int]:
+    """The places of the tensors of a layer's ``output`` that the next layer does not need, by what that is ``given`` (args, kwargs).
+
+    If there is anything new in it, other than what the layer itself was given ``before``, the step has made it of the output.
+    """
     args, _ = given
-    if args and args[0] is output:
+    if len(output) == 1 or (args and args[0] is output):
         return []
-    arrived = {id(leaf) for leaf in tree_leaves(given)}
-    return [place for place, tensor in enumerate(tensors_of(output)) if id(tensor) not in arrived]
+    handed = {id(tensor) for tensor in tensors_in(given)}
+    if id(output[0]) not in handed or handed - {id(tensor) for tensor in (*output, *tensors_in(before))}:
+        return []
+    return [place for place, tensor in enumerate(output) if id(tensor) not in handed]

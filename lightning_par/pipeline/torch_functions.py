@@ -22,7 +22,12 @@ _LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_l
 }
 """Functions that ask their first argument for its shape, dtype and device only."""
 
-_WRITES = ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__iand__", "__ior__", "__ixor__")
+_WRITES = frozenset(
+    {
+        *("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__", "__ifloordiv__", "__imod__"),
+        *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    }
+)
 
 OVERWRITES = ("copy_", "zero_", "fill_")
 """Functions after which nothing is left of what was there."""
@@ -30,6 +35,9 @@ OVERWRITES = ("copy_", "zero_", "fill_")
 _NO_WRITES = ("requires_grad_", "detach_", "share_memory_")
 
 _SHAPED_BY_NUMBERS = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
+
+CHECKED = ("bernoulli", "bernoulli_", "multinomial", "poisson", "binomial", "binary_cross_entropy")
+"""Functions that refuse what is no probability; on a GPU so that nothing can be done there any more."""
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -43,6 +51,11 @@ def asked_for_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args[0] if name == "to" or name.endswith("_as") else (args, kwargs)
 
 
+def name_of(func: Callable[..., Any]) -> str:
+    """``add_`` of ``Tensor.add_`` and of ``torch.ops.aten.add_.Tensor``."""
+    return func.__name__.split(".")[0]
+
+
 def writes(name: str, kwargs: dict[str, Any]) -> bool:
     """Whether a function writes to its arguments."""
     return name in _WRITES or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITES) or "out" in kwargs
@@ -50,14 +63,17 @@ def writes(name: str, kwargs: dict[str, Any]) -> bool:
 
 def written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors to which a function writes: itself, in place, or what is given as ``out``."""
-    name = func.__name__
+    name = name_of(func)
     if not writes(name, kwargs) or (name == "__set__" and func != Tensor.data.__set__):
         return []
     return tensors_in(kwargs["out"] if "out" in kwargs else args[:1])
 
 
-def shaped_by_numbers(name: str, args: tuple[Any, ...]) -> list[Tensor]:
+def shaped_by_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments whose numbers decide the shape of what a function returns."""
     if name == "__getitem__":
         return [tensor for tensor in tensors_in(args[1:]) if tensor.dtype in (torch.bool, torch.uint8)]
-    return tensors_in(args[:1]) if name in _SHAPED_BY_NUMBERS or (name == "where" and len(args) == 1) else []
+    if name == "repeat_interleave":
+        return tensors_in((args[1:2], kwargs.get("repeats")))
+    is_one = (name == "where" and len(args) == 1) or (name == "one_hot" and len(args) == 1 and "num_classes" not in kwargs)
+    return tensors_in(args[:1]) if name in _SHAPED_BY_NUMBERS or is_one else []

@@ -71,7 +71,8 @@ class LogRecorder:
         self._forgotten: set[str] = set()
 
     def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        require_known(value, f"self.log({name!r}, ...)")
+        if self.deferred:
+            require_known(value, f"self.log({name!r}, ...)")
         if not isinstance(value, Tensor | int | float):
             if self.deferred:
                 raise TypeError(

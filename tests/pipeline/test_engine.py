@@ -358,6 +358,50 @@ def test_a_signature_that_hides_another_shape_is_refused() -> None:
         _alone(lambda model, m: model(**tokens(2, 5 + m)).loss, ["same", "same"])
 
 
+class Telling(nn.Module):
+    """May return a number of Python's with the hidden state, another for each micro-batch."""
+
+    def __init__(self, tells: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.tells = nn.Linear(8, 8), tells
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        y = torch.tanh(self.linear(x))
+        return y, float(y.detach().mean()) if self.tells else 0.5
+
+
+class Told(nn.Module):
+    """``needed``: the numbers get into the loss."""
+
+    def __init__(self, tell: tuple[bool, ...], needed: bool) -> None:
+        super().__init__()
+        self.embed, self.needed = nn.Embedding(VOCAB, 8), needed
+        self.layers = nn.ModuleList(map(Telling, tell))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, total = self.embed(input_ids), 0.0
+        for layer in self.layers:
+            x, number = layer(x)
+            total = total + number
+        return x.mean() + total if self.needed else x.mean()
+
+
+def _told(tell: tuple[bool, ...], needed: bool) -> None:
+    model = Told(tell, needed)
+    pipeline = Pipeline.split(model, pp_group(2), "1f1b", balance=(2, 2))
+    step = Step(model, cut(tokens(8, 5), 4), call)
+    pipeline.forward_backward(step, step.signatures)
+
+
+def test_numbers_that_layers_return_may_change_where_nobody_needs_them_elsewhere() -> None:
+    run_world(_told, 2, (True, False, True, True), False)
+    with pytest.raises(WorldError, match=r"the loss needs what layers\.0 returned, which is on another pipeline stage"):
+        run_world(_told, 2, (True, False, True, True), True)
+    with pytest.raises(WorldError, match=r"layer 1 of layers returned \(.*\) where it returned .* before"):
+        run_world(_told, 2, (False, True, False, False), False)
+
+
 class HandsOn(nn.Module):
     """Gives the embedding to every layer: no other stage has it."""
 

@@ -242,6 +242,25 @@ def test_layers_may_return_more_than_goes_on_each_in_a_form_of_its_own(loop: Loo
     assert torch.equal(through_the_stages(model, ids, stages, stages=stages), model(ids))
 
 
+class Scaled(Layer):
+    """Takes and returns a tensor that the loop changes on the way."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x) * scale, scale + 1, x.mean()
+
+
+def rescaled(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    scale = torch.ones(())
+    for layer in layers:
+        x, scale, _ = layer(x, scale * 2)
+    return x
+
+
+def test_a_loop_may_change_what_it_carries_between_layers() -> None:
+    model, ids = Model(rescaled, Scaled), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids), model(ids))
+
+
 def by_class(layers: nn.ModuleList, x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x, shift=0.5 if isinstance(layer, Layer) and not layer.training else 0.0)
@@ -338,7 +357,10 @@ def test_outputs_of_earlier_layers_are_unknown_and_not_taken_for_others() -> Non
     model, ids = Model(collecting), torch.tensor([[1, 5, 8]])
     with pytest.raises(PipelineError, match=r"the result needs what layers\.1 returned"):
         through_the_stages(model, ids, 5, stages=5)
-    assert torch.equal(through_the_stages(model, ids, 2, stages=2), model(ids))
+    with pytest.raises(PipelineError, match=r"what layers\.1 returned gets into the loss past the layers behind it"):
+        through_the_stages(model, ids, 2, stages=2)
+    uses = dry_run(model, "layers", model, ids)
+    assert torch.equal(through(model, ids, place(model, 2, uses=uses), uses=uses), model(ids))
 
 
 class Penalized(Model):
@@ -378,7 +400,7 @@ class Asking(Model):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Penalized, r"the result needs embed\.weight, .*weight_decay|the result needs layers\.0\.linear\.weight, .*weight_decay"),
+        (Penalized, r"the result needs (embed|layers\.0\.linear)\.weight"),
         (PenalizedModules, r"the result needs layers\.0\.linear\.weight, .*weight_decay"),
         (PenalizedBefore, r"the result needs embed\.weight"),
         (Stated, r"the state_dict\(\) that the step asks for needs layers,"),
@@ -395,8 +417,14 @@ class Routed(Layer):
     aside: ClassVar[list[Tensor]] = []
 
     def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
-        self.aside.append(self.linear(x).square().mean())
+        self.aside.append(self.linear(x.detach()).square().mean())
         return super().forward(x, shift)
+
+
+class RoutedBeforeWeights(Routed):
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        self.aside.append(x.square().mean())
+        return Layer.forward(self, x, shift)
 
 
 class Routing(Model):
@@ -405,11 +433,18 @@ class Routing(Model):
         return super().forward(ids) + sum(Routed.aside)
 
 
-def test_what_layers_leave_in_lists_of_others_is_found_where_no_dry_run_has_seen_it() -> None:
-    model, ids = Routing(over, Routed), torch.tensor([[1, 5, 8]])
-    with pytest.raises(PipelineError, match=r"layers\.3 is used after the layers by another way .*router logits, an auxiliary loss"):
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Routed, r"layers\.3 is used after the layers by another way .*router logits, an auxiliary loss"),
+        (RoutedBeforeWeights, r"what layers\.[23] returned gets into the loss past the layers behind it.*router logits, an auxiliary loss"),
+    ],
+)
+def test_what_layers_leave_in_lists_of_others_is_found_where_no_dry_run_has_seen_it(kind: type[Layer], reason: str) -> None:
+    model, ids = Routing(over, kind), torch.tensor([[1, 5, 8]])
+    with pytest.raises(PipelineError, match=reason):
         through_the_stages(model, ids)
-    with pytest.raises(PipelineError, match=r"layers\.0 is used after the layers by another way .*router logits, an auxiliary loss"):
+    with pytest.raises(PipelineError, match=r"layers\.\d (is used after|.* again after) the layers"):
         place(model, 3, uses=dry_run(model, "layers", model, ids))
 
 
@@ -558,13 +593,17 @@ def test_a_stand_in_follows_the_module_to_another_dtype() -> None:
 
 def test_weights_that_are_elsewhere_tell_their_shape_but_no_number() -> None:
     model = part_of(Model(over), 0)
-    for name, weight in (("head.weight", model.head.weight), ("layers.4.linear.weight", model.layers[4].linear.weight)):
+    weights = [
+        ("head.weight", model.head.weight, r"pipeline_before and pipeline_after = \['head'\]"),
+        ("layers.4.linear.weight", model.layers[4].linear.weight, "full_state_dict"),
+    ]
+    for name, weight, advice in weights:
         assert isinstance(weight, nn.Parameter)
         assert (len(weight.shape), weight.dtype, weight.requires_grad) == (2, torch.float32, True)
         assert (weight.is_leaf, weight.device.type, weight.layout, weight.grad) == (True, "cpu", torch.strided, None)
         assert name in repr(weight)
         for number in (weight.norm(), weight.data.T.sum(), weight.mT[0, 0]):
-            with pytest.raises(PipelineError, match=rf"a number.* needs {name}, which is on another pipeline stage.*full_state_dict"):
+            with pytest.raises(PipelineError, match=rf"a number.* needs {name}, which is on another pipeline stage.*{advice}"):
                 number.item()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_par.pipeline import PipelineError, Unknown, require_known
 from lightning_par.pipeline.torch_functions import tensors_in
-from lightning_par.pipeline.unknown import Origin, unknown, unknown_weight
+from lightning_par.pipeline.unknown import Origin, UnknownObject, unknown, unknown_weight
 
 CPU = torch.device("cpu")
 
@@ -107,6 +107,8 @@ def test_a_tensor_is_unknown_from_when_it_is_written_to() -> None:
         lambda: torch.zeros(2, 3)[x(torch.bool)],
         lambda: x().nonzero(),
         lambda: torch.where(x(torch.bool)),
+        lambda: torch.repeat_interleave(torch.ones(2), x(torch.long)[:, 0]),
+        lambda: F.one_hot(x(torch.long)),
     ],
 )
 def test_nobody_gets_a_number_of_it_nor_a_shape_that_depends_on_one(ask: Callable[[], Any]) -> None:
@@ -146,3 +148,107 @@ def test_it_is_found_in_whatever_a_step_returns() -> None:
     for values in (x(), [(x(),)], {"a": {"b": x()}}, Output(torch.ones(()), [x()]), [Output(x(), [])]):
         with pytest.raises(PipelineError, match="this needs what embed returns"):
             require_known(values, "this")
+
+
+@dataclass
+class Loop:
+    """Holds itself."""
+
+    own: Any = None
+
+
+def test_what_holds_itself_is_looked_through_once() -> None:
+    loop = Loop()
+    loop.own = [loop, 1]
+    require_known(loop, "this")
+
+
+def test_two_of_one_form_do_not_share_what_is_written_to_them() -> None:
+    one, other = x(), x()
+    one.zero_()
+    other.fill_(7.0)
+    assert torch.equal(one, torch.zeros(2, 3))
+
+
+def test_whole_numbers_made_of_it_may_be_indices_and_probabilities_may_be_drawn_from() -> None:
+    table = torch.ones(4, 3)
+    for output in (table[(x() * 3).long()], F.embedding(x().to(torch.int32), table), torch.bernoulli(x()), torch.multinomial(x(), 2)):
+        assert isinstance(output, Unknown)
+    known = torch.tensor([[3, 4, 5]])
+    assert isinstance(torch.broadcast_tensors(x(), known)[1], Unknown)
+    assert known.tolist() == [[3, 4, 5]]
+
+
+def test_what_comes_back_as_it_was_given_stays_known() -> None:
+    known = torch.ones(2)
+    torch.atleast_1d(known, x())
+    assert type(known) is Tensor
+
+
+class Whole(nn.Module):
+    """A model with what a rank keeps."""
+
+    in_step, device = True, CPU
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+        self.register_buffer("mean", torch.zeros(2, 3))
+
+    def look(self, name: str) -> None: ...
+
+    def kept_with(self, tensor: Tensor) -> Tensor | None:
+        own, memory = (self.weight, self.mean), tensor.untyped_storage().data_ptr()
+        return next((one for one in own if one.untyped_storage().data_ptr() == memory), None)
+
+
+def test_writes_by_other_names_find_weights_and_buffers() -> None:
+    whole = Whole()
+    given = unknown((2, 3), torch.float32, CPU, Origin("what embed returns", "Do it otherwise", whole))
+    for name in ("data", "detach"):
+        alias = whole.weight.data if name == "data" else whole.weight.detach()
+        with pytest.raises(PipelineError, match="writes to a weight"):
+            alias.mul_(given)
+    assert torch.equal(whole.weight, torch.ones(2, 3))
+    whole.mean.data.mul_(0.5).add_(given)
+    assert isinstance(whole.mean, Unknown)
+    assert type(whole.mean.zero_()) is Tensor
+    with torch.inference_mode():
+        whole.mean.detach()[0].copy_(given[0])
+    assert isinstance(whole.mean, Unknown)
+
+
+def test_in_inference_mode_a_part_of_a_tensor_is_not_written_to() -> None:
+    with torch.inference_mode():
+        whole = torch.zeros(2, 3)
+        with pytest.raises(PipelineError, match=r"a part of a tensor in inference mode \(write x\[:, 0\] = y"):
+            whole[:, 1:].copy_(x()[:, 1:])
+        whole[:, 1:] = x()[:, 1:]
+        assert isinstance(whole, Unknown)
+
+
+def test_it_is_followed_through_other_names_of_functions() -> None:
+    real = torch.zeros(2, 3)
+    torch.ops.aten.add_.Tensor(real, x())
+    assert isinstance(real, Unknown)
+    real = torch.zeros(2, 3)
+    real **= x()
+    assert isinstance(real, Unknown)
+
+
+def test_an_error_of_torch_says_what_it_was_computed_with() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.linalg.cholesky(x()[:, :2])
+    assert "computed with what embed returns, of another pipeline stage" in "".join(caught.value.__notes__)
+
+
+def test_what_is_no_tensor_spreads_as_well() -> None:
+    thing = UnknownObject(Origin("what layers.0 returned", "Do it otherwise"))
+    for value in (thing + 1, 2 * thing, thing.cache[0], thing(3), -thing):
+        with pytest.raises(PipelineError, match=r"the loss needs what layers\.0 returned"):
+            require_known([value], "the loss")
+    for ask in (bool, int, float, len, list, lambda it: it < 3, lambda it: 3 in it):
+        with pytest.raises(PipelineError, match=r"a value, and that needs what layers\.0 returned"):
+            ask(thing)
+    assert not hasattr(thing, "__array__")
+    copy.deepcopy(thing)
