@@ -63,7 +63,8 @@ def module_shards(assembled: Assembled, data_parallel: DataParallel | None) -> d
         else:
             shards[info.name] = Shard(*part, data_parallel.writes_value(info.param))
     for name, buffer in persistent_buffers(assembled).items():
-        shards[name] = Shard.whole(buffer, writes=mesh.data.index == 0 and mesh.tp.index == 0)  # but see ``with_one_writer``
+        numbers = buffer.as_subclass(Tensor) if isinstance(buffer, Unknown) else buffer
+        shards[name] = Shard.whole(numbers, writes=mesh.data.index == 0 and mesh.tp.index == 0)  # but see ``with_one_writer``
     return shards
 
 
@@ -119,7 +120,7 @@ def spread_buffers(assembled: Assembled) -> None:
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
     alike = first.shape == second.shape and first.dtype == second.dtype and first.device == second.device
-    return first is second or (alike and torch.equal(first, second))
+    return first is second or (alike and torch.equal(first.as_subclass(Tensor), second.as_subclass(Tensor)))
 
 
 def optimizer_shards(optimizer: Optimizer, index: int, data_parallel: DataParallel, mesh: Mesh) -> dict[str, Shard]:
