@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_par.pipeline.errors import PipelineError
+from lightning_par.pipeline.torch_functions import tensors_in
 from lightning_par.pipeline.unknown import Origin, UnknownObject, hollow, unknown
 
 
@@ -34,6 +35,8 @@ class TensorForm:
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
+    __repr__ = __str__
+
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
@@ -44,12 +47,20 @@ class Withheld:
 
     form: TensorForm
 
+    def __str__(self) -> str:
+        return f"{self.form} (which stays there)"
+
+    __repr__ = __str__
+
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
     """In the place of what no stage can hand on."""
 
     kind: str
+
+    def __repr__(self) -> str:
+        return f"a {self.kind}"
 
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -104,11 +115,6 @@ def withhold(output: Any, form: Any, places: Collection[int]) -> tuple[Any, Any]
     return sent, tree_map_only(TensorForm, lambda one: Withheld(one) if next(other) in places else one, form)
 
 
-def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of a layer's output, in order."""
-    return [output] if isinstance(output, Tensor) else [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
 def tensor_forms(form: Any) -> list[TensorForm]:
     """What is sent forward."""
     if isinstance(form, TensorForm):
@@ -149,7 +155,7 @@ def stand_for(form: Any, device: torch.device, origin: Origin) -> Any:
 
 def messages_of(output: Any) -> list[Tensor]:
     """The tensors of a layer's output as they are sent: without their graph, contiguous."""
-    return [tensor.detach().contiguous() for tensor in tensors_of(output)]
+    return [tensor.detach().contiguous() for tensor in tensors_in(output)]
 
 
 class Inlet:
@@ -192,5 +198,5 @@ class _Enter(torch.autograd.Function):
 
 def edges_of(output: Any) -> list[GradientEdge | None]:
     """Where gradients enter the graph of a stage's outputs, None where one needs no gradient. Holds the graph, not the output."""
-    smooth = [tensor for tensor in tensors_of(output) if has_gradient(tensor.dtype)]
+    smooth = [tensor for tensor in tensors_in(output) if has_gradient(tensor.dtype)]
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in smooth]

@@ -50,7 +50,7 @@ from typing_extensions import override
 from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
 from lightning_par.pipeline.backward import children_first, is_leaf
-from lightning_par.pipeline.boundary import form_of, is_plain, rebuild, require_handable, stand_for, tensors_of, withhold
+from lightning_par.pipeline.boundary import form_of, is_plain, rebuild, require_handable, stand_for, withhold
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.shown import HOW_TO_CARRY, INSTEAD_OF_WEIGHTS, Elsewhere, Shown, seen_from_afar
 from lightning_par.pipeline.torch_functions import tensors_in
@@ -77,7 +77,7 @@ class StageExit(BaseException):
 class StandIn(nn.Module):
     """Stands where a module was. Attributes are those of the module; its parameters are found here by steps only."""
 
-    def __init__(self, module: nn.Module, name: str, home: Home | None) -> None:
+    def __init__(self, module: nn.Module, name: str, home: Home) -> None:
         super().__init__()
         self._hide(_stands_for=module, _name=name, _home=home)
 
@@ -94,7 +94,7 @@ class StandIn(nn.Module):
     @override
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
         """Within a step, as if the module were here."""
-        if self._home is None or not self._home.in_step:
+        if not self._home.in_step:
             return super().named_modules(memo, prefix, remove_duplicate)
         return Elsewhere(self._stands_for, self._name, self._home, self._instead).named_modules(memo, prefix, remove_duplicate)
 
@@ -120,13 +120,13 @@ class BeforeLayers(StandIn):
         home: the rank's layers.
     """
 
-    def __init__(self, module: nn.Module, name: str, home: Home | None = None) -> None:
+    def __init__(self, module: nn.Module, name: str, home: Home) -> None:
         example = next(p for p in module.parameters())
         dtype = example.dtype if example.is_floating_point() else torch.get_default_dtype()
         self._begin(on_meta(module), name, home, torch.zeros((), dtype=dtype, device=example.device), {})
 
     def _begin(
-        self, module: nn.Module, name: str, home: Home | None, example: Tensor, known: dict[Hashable, Any], *, is_part: bool = False
+        self, module: nn.Module, name: str, home: Home, example: Tensor, known: dict[Hashable, Any], *, is_part: bool = False
     ) -> None:
         super().__init__(module, name, home)
         self._hide(_example=example, _known=known, _is_part=is_part, training=module.training)
@@ -451,7 +451,7 @@ class StageLayers(nn.ModuleList):
             self._traces |= traces(layer, before)
         now.ran, now.output = index, output
         if not self._seen and now.watches and now.span.start > 0 and not now.exits:
-            now.ends.update((tensor.grad_fn, index) for tensor in tensors_of(output) if tensor.grad_fn is not None)
+            now.ends.update((tensor.grad_fn, index) for tensor in tensors_in(output) if tensor.grad_fn is not None)
         if now.exits:
             now.forms.append(form_of(output))
             if now.is_done:
@@ -489,7 +489,7 @@ class StageLayers(nn.ModuleList):
 
     def _watch_changes(self, now: _Pass) -> None:
         """The next stage gets what the last layer has returned, not what the step may make of it in place."""
-        tensors = tensors_of(now.output)
+        tensors = tensors_in(now.output)
         if any(tensor.is_inference() for tensor in tensors):
             now.copied = tree_map_only(Tensor, Tensor.clone, now.output)
         else:
@@ -497,7 +497,7 @@ class StageLayers(nn.ModuleList):
 
     def _exit(self, now: _Pass, given: Any) -> StageExit:
         """The stage is done: what goes on of what its last layer returned. See Note [The unmodified forward]."""
-        name, tensors = f"{self._name}.{self._keys[now.ran]}", tensors_of(now.output)
+        name, tensors = f"{self._name}.{self._keys[now.ran]}", tensors_in(now.output)
         require_handable(now.forms[-1])
         if not tensors:
             raise PipelineError(f"{name}, the last layer of a stage, returns no tensor: there is nothing to hand to the next stage")

@@ -41,7 +41,8 @@ CHECKED = ("bernoulli", "bernoulli_", "multinomial", "poisson", "binomial", "bin
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    """All tensors in any nesting of tuples, lists and dicts, in order."""
+    return [values] if isinstance(values, Tensor) else [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def asked_for_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_par.pipeline import Placement, StageExit, Uses
-from lightning_par.pipeline.boundary import tensors_of
 from lightning_par.pipeline.split import cut
 from lightning_par.pipeline.stage import Arrived
+from lightning_par.pipeline.torch_functions import tensors_in
 from lightning_par.pipeline.unknown import require_known
 from lightning_par.recipes.gpt import GPT, GPTConfig, Layer
 from tests.pipeline.parity import VOCAB
@@ -44,7 +44,7 @@ def through_the_stages(model: nn.Module, x: Tensor, placement: Placement, ranks:
                     require_known(result, "the result")
                     layers.check_loss(result, part)
             except StageExit as stop:
-                arrived = Arrived(tensors_of(stop.output), stop.forms)
+                arrived = Arrived(tensors_in(stop.output), stop.forms)
             else:
                 return result
     raise AssertionError("the last stage ended early")

@@ -551,7 +551,7 @@ class Counted(nn.Linear):
 
 
 def test_a_stand_in_computes_its_shapes_once_for_what_looks_alike() -> None:
-    stand_in, x, before = BeforeLayers(Counted(4, 3), "counted"), torch.ones(2, 4), Counted.runs
+    stand_in, x, before = BeforeLayers(Counted(4, 3), "counted", part_of(Model(over), 1).layers), torch.ones(2, 4), Counted.runs
     calls: list[tuple[int, Callable[[], Any]]] = [
         (1, lambda: stand_in(x)),
         (0, lambda: stand_in(x + 1)),
