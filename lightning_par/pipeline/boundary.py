@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Opaque:
         return f"a {self.kind}"
 
 
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, str, Enum, torch.dtype, torch.device)
 
 
 def has_gradient(dtype: torch.dtype) -> bool:
@@ -83,6 +84,11 @@ def form_of(output: Any) -> Any:
 
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
+        if leaf.is_nested:
+            raise PipelineError(
+                "a layer returns a nested tensor, whose shape cannot be told to other pipeline stages. nn.TransformerEncoder makes them in "
+                "evaluation: enable_nested_tensor=False"
+            )
         return TensorForm(tuple(leaf.shape), leaf.dtype)
     return leaf if isinstance(leaf, PLAIN) else Opaque(type(leaf).__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -153,6 +153,9 @@ class Pipeline:
             _Step(self, forward, signatures, grad=False).run(plan[self.index])
 
 
+Forms = Mapping[int, Any]
+"""Of what layers returned, by their places in the list."""
+
 Place = tuple[int, int]
 """A stage and a micro-batch."""
 
@@ -263,7 +266,7 @@ class _Step:
     def _enter(self, action: Action) -> Inlet:
         return Inlet(self._collect(action._replace(kind=Kind.RECV_F)), grad=self.grad)
 
-    def _run_stage(self, action: Action, inlet: Inlet | None) -> tuple[tuple[Any, tuple[Any, ...]] | None, Any]:
+    def _run_stage(self, action: Action, inlet: Inlet | None) -> tuple[tuple[Any, Forms] | None, Any]:
         """What is to be handed on, and the forms of what layers returned; on the last stage, None and what the user's step returns."""
         stage, arrived = action.stage, Arrived()
         if inlet is not None:
@@ -289,7 +292,7 @@ class _Step:
         if self.grad and isinstance(result, Tensor):
             self.pipeline.layers.check_loss(result, self.pipeline.module)
 
-    def _keep_output(self, action: Action, output: Any, forms: tuple[Any, ...]) -> None:
+    def _keep_output(self, action: Action, output: Any, forms: Forms) -> None:
         """Make ready what the next stage needs, and the way back for its gradient."""
         receive = receive_of(action._replace(kind=Kind.SEND_F))
         key = self._key(action.stage, action.microbatch)
@@ -302,19 +305,20 @@ class _Step:
         if self.grad:
             self.graphs[action.stage, action.microbatch] = edges_of(output)
 
-    def _require_same(self, action: Action, now: tuple[Any, ...], before: tuple[Any, ...]) -> None:
+    def _require_same(self, action: Action, now: Forms, before: Forms) -> None:
         """What later stages know, by the forms of one micro-batch, is right for this one."""
-        told, known = ([*map(structure_of, forms[:-1]), forms[-1]] for forms in (now, before))
-        for layer, (form, other) in enumerate(zip(told, known, strict=True)):
-            if form != other:
+        last = max(now)
+        for layer in sorted(now.keys() & before.keys()):
+            told, known = (forms[layer] if layer == last else structure_of(forms[layer]) for forms in (now, before))
+            if told != known:
                 raise PipelineError(
-                    f"on stage {action.stage}, layer {layer} of {self.pipeline.placement.layers} returned {form} where it returned {other} "
+                    f"on stage {action.stage}, layer {layer} of {self.pipeline.placement.layers} returned {told} where it returned {known} "
                     f"before, for a micro-batch of the same shapes ({self.signatures[action.microbatch]}): shapes, and what layers return "
                     "besides tensors, may depend on the shapes of the batch only"
                 )
 
     def _keep_loss(self, action: Action, loss: Any) -> None:
-        self.forms.setdefault(self._key(action.stage, action.microbatch), ())
+        self.forms.setdefault(self._key(action.stage, action.microbatch), {})
         if not self.grad:
             return
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -331,10 +335,11 @@ class _Step:
 
     def _forms_of(self, receive: Action) -> list[TensorForm] | None:
         forward = receive.kind is Kind.RECV_F
-        form = self.forms.get(self._key(receive.stage - 1 if forward else receive.stage, receive.microbatch))
-        if form is None:
+        forms = self.forms.get(self._key(receive.stage - 1 if forward else receive.stage, receive.microbatch))
+        if forms is None:
             return None
-        return tensor_forms(form[-1]) if forward else gradient_forms(form[-1])
+        form = forms[max(forms)]
+        return tensor_forms(form) if forward else gradient_forms(form)
 
     def _learn(self, receive: Action, form: object) -> None:
         self.forms[self._key(receive.stage - 1, receive.microbatch)] = form

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import ismethod
@@ -54,7 +54,7 @@ from lightning_par.pipeline.boundary import form_of, is_plain, rebuild, require_
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.shown import HOW_TO_CARRY, INSTEAD_OF_WEIGHTS, Elsewhere, Shown, seen_from_afar
 from lightning_par.pipeline.torch_functions import tensors_in
-from lightning_par.pipeline.traces import Trace, marks, traces
+from lightning_par.pipeline.traces import Trace, changed, contents, marks, traces
 from lightning_par.pipeline.unknown import Home, Origin, require_known, unknown, unknown_weight
 
 KNOWN = 1000
@@ -66,10 +66,10 @@ class StageExit(BaseException):
 
     Attributes:
         output: what the stage's last layer returned, as it is sent.
-        forms: of what each layer so far returned, that one as it is sent.
+        forms: of what each layer so far returned, by its place; that of the last one as it is sent.
     """
 
-    def __init__(self, output: Any, forms: tuple[Any, ...]) -> None:
+    def __init__(self, output: Any, forms: dict[int, Any]) -> None:
         super().__init__("a pipeline stage is done")
         self.output, self.forms = output, forms
 
@@ -162,14 +162,36 @@ class BeforeLayers(StandIn):
         output = self._known.get(key) if key is not None else None
         if output is None:
             drawn = torch.get_rng_state()
-            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-            with torch.no_grad():
-                output = call(*args, **kwargs)
+            output = self._without_numbers(call, *tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs)))
             if key is not None and _is_plain(tree_leaves(output)) and torch.equal(drawn, torch.get_rng_state()):
                 if len(self._known) >= KNOWN:
                     self._known.clear()
                 self._known[key] = output
         return tree_map_only(Tensor, self._unknown, output)
+
+    def _without_numbers(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call returns on the meta device, constants it makes on the CPU or there."""
+        before, drawn = contents(((None, *args), kwargs)), torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                try:
+                    output = call(*args, **kwargs)
+                except RuntimeError:
+                    torch.set_rng_state(drawn)
+                    with torch.device("meta"):
+                        output = call(*args, **kwargs)
+        except Exception as error:
+            raise PipelineError(
+                f"{self._name} stands before the layers, on the first pipeline stage; others run it without numbers, to know what it "
+                f"returns, which it cannot do ({type(error).__name__}: {error}). Keep what needs numbers out of it; or let a dry run of "
+                "the step see that, and leave it out of pipeline_before: then it stands everywhere; or use pp=1"
+            ) from error
+        if kind := changed(before, None):
+            raise PipelineError(
+                f"{self._name}, which stands on the first pipeline stage, writes into a {kind} that it is given: other stages would not "
+                "have what it wrote. Let it return it; or use pp=1"
+            )
+        return output
 
     def _key(self, call: Callable[..., Any], given: Any) -> Hashable | None:
         """Calls with the same one have outputs of the same form; None where that cannot be told."""
@@ -242,7 +264,7 @@ class Arrived:
     """What the stage before has sent: tensors, and the forms of what all layers until then returned."""
 
     tensors: Sequence[Tensor] = ()
-    forms: tuple[Any, ...] = ()
+    forms: Mapping[int, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -254,11 +276,12 @@ class _Pass:
     reached: Callable[[], None]
     exits: bool  # whether a stage follows
     watches: bool  # whether to look for attributes that layers change
-    forms: list[Any]  # of what layers returned so far
+    eagerly: ExitStack  # until the stage's own layers come: functions that were compiled meet what is unknown, and run as they are written
+    forms: dict[int, Any]  # of what layers returned so far
     ran: int = -1  # the layer of this stage that ran last
-    output: Any = None  # what it returned
+    sends: Any = None  # what the last one returned
+    handed: Any = None  # the same as the step has it, which may hook it, and change the containers
     versions: list[int] = field(default_factory=list)  # how often its tensors had been changed in place by then
-    copied: Any = None  # its numbers, where nobody counts such changes
     passed: set[int] = field(default_factory=set)  # layers of earlier stages that were called
     given: Any = None  # what it was given
     ends: dict[Node, int] = field(default_factory=dict)  # where the graphs of its layers' outputs end, by layer
@@ -332,12 +355,15 @@ class StageLayers(nn.ModuleList):
             raise PipelineError("a pipeline step was started inside another")
         kind = stage, self.training, torch.is_grad_enabled()
         exits, watches = stage < self._stages - 1, kind not in self._watched
-        self._now = _Pass(self._spans[stage], arrived, reached, exits, watches, list(arrived.forms))
-        try:
-            yield
-        finally:
-            self._now = None
-            self._watched.add(kind)
+        with ExitStack() as eagerly:
+            if stage > 0:
+                eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+            self._now = _Pass(self._spans[stage], arrived, reached, exits, watches, eagerly, dict(arrived.forms))
+            try:
+                yield
+            finally:
+                self._now = None
+                self._watched.add(kind)
 
     @property
     def in_step(self) -> bool:
@@ -445,19 +471,20 @@ class StageLayers(nn.ModuleList):
         name = f"{self._name}.{self._keys[index]}"
         require_known((args, kwargs), f"{name}, a layer of this stage,")
         before = marks(layer) if now.watches and self._stages > 1 else None
+        given = contents((args, kwargs)) if self._stages > 1 else None
         output = layer(*args, **kwargs)
         require_known(output, f"what {name} returns")
         if before is not None:
             self._traces |= traces(layer, before)
-        now.ran, now.output = index, output
+        if given is not None and (kind := changed(given, output)):
+            raise _writes_into(name, kind)
+        now.ran = index
         if not self._seen and now.watches and now.span.start > 0 and not now.exits:
             now.ends.update((tensor.grad_fn, index) for tensor in tensors_in(output) if tensor.grad_fn is not None)
-        if now.exits:
-            now.forms.append(form_of(output))
-            if now.is_done:
-                now.given = args, kwargs
-                self._watch_changes(now)
-        return output
+        if not now.exits:
+            return output
+        now.forms[index] = form_of(output)
+        return self._keep(now, output, (args, kwargs)) if now.is_done else output
 
     def _outside(self, index: int, given: Any) -> Any:
         """The answer of a layer that is not of the active stage."""
@@ -466,10 +493,16 @@ class StageLayers(nn.ModuleList):
             raise PipelineError(f"{self._name}.{index} is on another pipeline rank: layers run only within the trainer's steps")
         if index < now.span.start:
             self._check_passing(now, index)
+            if index not in now.arrived.forms:
+                raise PipelineError(
+                    f"the step calls {self._name}.{self._keys[index]} here, but did not where that layer is, on another pipeline stage: "
+                    "which layers run must follow from the batch, or from what is drawn before the first of them"
+                )
             form, device, origin = now.arrived.forms[index], self.device, self._returned_by(index)
             if index < now.span.start - 1:
                 return stand_for(form, device, origin)
             now.reached()
+            now.eagerly.close()
             return rebuild(form, now.arrived.tensors, device, origin)
         if not now.is_done:
             raise PipelineError(
@@ -487,28 +520,31 @@ class StageLayers(nn.ModuleList):
                 "layers with requires_grad_(False) instead of torch.no_grad()"
             )
 
-    def _watch_changes(self, now: _Pass) -> None:
-        """The next stage gets what the last layer has returned, not what the step may make of it in place."""
-        tensors = tensors_in(now.output)
-        if any(tensor.is_inference() for tensor in tensors):
-            now.copied = tree_map_only(Tensor, Tensor.clone, now.output)
-        else:
-            now.versions = [tensor._version for tensor in tensors]
+    def _keep(self, now: _Pass, output: Any, given: Any) -> Any:
+        """Keep what the last layer returned; the step gets it under another name, since the next stage does again what the step does to it.
+
+        In inference mode nobody counts changes in place: it gets a copy.
+        """
+        tensors = tensors_in(output)
+        is_counted = not any(tensor.is_inference() for tensor in tensors)
+        now.sends, now.given = output, given
+        now.handed = tree_map_only(Tensor, _alias if is_counted else Tensor.clone, output)
+        now.versions = [tensor._version for tensor in tensors] if is_counted else []
+        return now.handed
 
     def _exit(self, now: _Pass, given: Any) -> StageExit:
         """The stage is done: what goes on of what its last layer returned. See Note [The unmodified forward]."""
-        name, tensors = f"{self._name}.{self._keys[now.ran]}", tensors_in(now.output)
-        require_handable(now.forms[-1])
+        name, tensors = f"{self._name}.{self._keys[now.ran]}", tensors_in(now.sends)
+        require_handable(now.forms[now.ran])
         if not tensors:
             raise PipelineError(f"{name}, the last layer of a stage, returns no tensor: there is nothing to hand to the next stage")
-        if now.copied is None and [tensor._version for tensor in tensors] != now.versions:
+        if any(tensor._version != version for tensor, version in zip(tensors, now.versions, strict=False)):
             raise PipelineError(
                 f"the step changes in place what {name} returned. The next stage begins with that, and would change it once more: make a "
                 "new tensor, x = x + y, or do it in the layer"
             )
-        kept = _kept_back(tensors, given, now.given)
-        output, form = withhold(now.output if now.copied is None else now.copied, now.forms[-1], kept)
-        return StageExit(output, (*now.forms[:-1], form))
+        output, form = withhold(now.sends, now.forms[now.ran], _kept_back(now.handed, given, now.given))
+        return StageExit(output, now.forms | {now.ran: form})
 
     def check_loss(self, loss: Tensor, module: nn.Module) -> None:
         """Refuse a loss of ``module`` into which layers of this, the last stage got by another way than their outputs.
@@ -557,15 +593,27 @@ def _is_plain(leaves: Sequence[Any]) -> bool:
     return all(is_plain(leaf) for leaf in leaves)
 
 
-def _kept_back(output: Sequence[Tensor], given: Any, before: Any) -> list[int]:
-    """The places of the tensors of a layer's ``output`` that the next layer does not need, by what that is ``given`` (args, kwargs).
+def _kept_back(handed: Any, given: Any, before: Any) -> list[int]:
+    """The places of the tensors of a layer's output that the next layer does not need, by what that is ``given`` (args, kwargs).
 
     If there is anything new in it, other than what the layer itself was given ``before``, the step has made it of the output.
     """
     args, _ = given
-    if len(output) == 1 or (args and args[0] is output):
+    output = tensors_in(handed)
+    if len(output) == 1 or (args and args[0] is handed):
         return []
-    handed = {id(tensor) for tensor in tensors_in(given)}
-    if id(output[0]) not in handed or handed - {id(tensor) for tensor in (*output, *tensors_in(before))}:
+    arrived = {id(tensor) for tensor in tensors_in(given)}
+    if id(output[0]) not in arrived or arrived - {id(tensor) for tensor in (*output, *tensors_in(before))}:
         return []
-    return [place for place, tensor in enumerate(output) if id(tensor) not in handed]
+    return [place for place, tensor in enumerate(output) if id(tensor) not in arrived]
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _writes_into(name: str, kind: str) -> PipelineError:
+    return PipelineError(
+        f"{name} writes into a {kind} that the step gives it and that it does not return: other pipeline stages would not have what it "
+        "wrote. Let layers return it, and take what the layer before returned, x, kept = layer(x, kept); or use pp=1"
+    )

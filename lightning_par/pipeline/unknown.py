@@ -115,7 +115,9 @@ class UnknownObject:
 
     __call__ = __getitem__ = __neg__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _same
-    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __contains__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __contains__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __hash__ = object.__hash__
 
 
 def unknown(shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: Origin) -> Tensor:

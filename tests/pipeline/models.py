@@ -44,7 +44,13 @@ def through_the_stages(model: nn.Module, x: Tensor, placement: Placement, ranks:
                     require_known(result, "the result")
                     layers.check_loss(result, part)
             except StageExit as stop:
-                arrived = Arrived(tensors_in(stop.output), stop.forms)
+                arrived = Arrived([_as_received(tensor) for tensor in tensors_in(stop.output)], stop.forms)
             else:
                 return result
     raise AssertionError("the last stage ended early")
+
+
+def _as_received(tensor: Tensor) -> Tensor:
+    """In training whatever can have a gradient needs one."""
+    is_right = tensor.requires_grad or not torch.is_grad_enabled() or not tensor.is_floating_point()
+    return tensor if is_right else tensor.detach().requires_grad_().view_as(tensor)

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_par.pipeline import PipelineError, StageExit, dry_run, place
 from lightning_par.pipeline.split import cut
-from lightning_par.pipeline.stage import BeforeLayers
+from lightning_par.pipeline.stage import Arrived, BeforeLayers
+from lightning_par.pipeline.torch_functions import tensors_in
 from lightning_par.pipeline.unknown import Unknown
 from tests.pipeline.models import through_the_stages as through
 
@@ -254,6 +255,135 @@ def rescaled(layers: nn.ModuleList, x: Tensor) -> Tensor:
     for layer in layers:
         x, scale, _ = layer(x, scale * 2)
     return x
+
+
+class Keeping(Layer):
+    """Writes into a list, or a tensor, that it is given."""
+
+    def forward(self, x: Tensor, kept: Any) -> Tensor:
+        y = super().forward(x)
+        if isinstance(kept, Tensor):
+            kept.add_(y.detach().mean())
+        else:
+            kept.append(y.mean())
+        return y
+
+
+def kept_in_a_list(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    for layer in layers:
+        x = layer(x, kept)
+    return x + sum(kept)
+
+
+def kept_in_a_tensor(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    kept = torch.zeros(())
+    for layer in layers:
+        x = layer(x, kept)
+    return x + kept
+
+
+@pytest.mark.parametrize(("loop", "kind"), [(kept_in_a_list, "list"), (kept_in_a_tensor, "Tensor")])
+def test_a_layer_that_writes_into_what_it_is_given_is_refused(loop: Loop, kind: str) -> None:
+    model, ids = Model(loop, Keeping), torch.tensor([[1, 5, 8]])
+    with pytest.raises(PipelineError, match=rf"layers\.0 writes into a {kind} that the step gives it"):
+        through_the_stages(model, ids)
+    assert torch.equal(through_the_stages(model, ids, stages=1), model(ids))
+
+
+class DictLayer(Layer):
+    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        state["x"] = super().forward(state["x"])
+        state["seen"] = state["x"].mean()
+        return state
+
+
+def edited(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    state = {"x": x}
+    for layer in layers:
+        state = layer(state)
+        state["x"] = state["x"] * 1.5
+        state.pop("seen")
+    return state["x"]
+
+
+def test_a_loop_may_edit_the_containers_that_layers_return() -> None:
+    model, ids = Model(edited, DictLayer), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids), model(ids))
+
+
+def hooked(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.5)
+    return x
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_a_hook_on_an_output_works_on_one_stage(stages: int) -> None:
+    one, other, ids = Model(hooked), Model(hooked), torch.tensor([[1, 5, 8]])
+    one(ids).sum().backward()
+    placement, arrived, ends = place(other, stages), Arrived(), list[tuple[list[Tensor], list[Tensor]]]()
+    layers = cut(other, placement, range(stages))
+    for stage in range(stages):
+        with layers.active(stage, arrived):
+            try:
+                other(ids).sum().backward()
+            except StageExit as stop:
+                (sent,) = tensors_in(stop.output)
+                entry = sent.detach().requires_grad_()
+                ends.append((sent, entry))
+                arrived = Arrived([entry.view_as(entry)], stop.forms)
+    for sent, entry in reversed(ends):
+        sent.backward(entry.grad)
+    for (name, parameter), again in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(again.grad, parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_functions_between_layers_may_be_compiled(fullgraph: bool) -> None:
+    doubled = torch.compile(lambda x: x * 2 + 1, backend="eager", fullgraph=fullgraph)
+
+    def over_compiled(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = doubled(layer(doubled(x)))
+        return x
+
+    model, ids = Model(over_compiled), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through_the_stages(model, ids), model(ids))
+
+
+def skipping(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for i, layer in enumerate(layers):
+        x = x if i == 2 else layer(x)
+    return x
+
+
+def test_a_loop_may_leave_out_a_layer() -> None:
+    model, ids = Model(skipping), torch.tensor([[1, 5, 8]])
+    assert torch.equal(through(model, ids, place(model, 2, balance=(4, 1))), model(ids))
+
+
+class Noting(nn.Embedding):
+    def forward(self, ids: Tensor, notes: dict[str, Tensor]) -> Tensor:
+        x = super().forward(ids) + torch.ones(4)
+        notes["mean"] = x.mean()
+        return x
+
+
+class Noted(Model):
+    def forward(self, ids: Tensor) -> Tensor:
+        notes: dict[str, Tensor] = {}
+        x = over(self.layers, self.embed(ids, notes))
+        return x + notes.get("mean", 0.0)
+
+
+def test_a_module_before_the_layers_that_writes_into_what_it_is_given_is_refused() -> None:
+    model, ids = Noted(over), torch.tensor([[1, 5, 8]])
+    model.embed = Noting(9, 4)
+    with pytest.raises(PipelineError, match="embed, which stands on the first pipeline stage, writes into a dict that it is given"):
+        through_the_stages(model, ids)
 
 
 def test_a_loop_may_change_what_it_carries_between_layers() -> None:
