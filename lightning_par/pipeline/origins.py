@@ -3,16 +3,19 @@
 Autograd's graph tells it of all others. Here every function that torch runs is looked at: what it returns without a graph comes from the
 leaves of its arguments' graphs, and whatever is computed from that, with a graph or without, comes from them, too. It is the memory of a
 tensor that has origins: what is written into a view is in the whole, too. What a tensor's own graph tells is not told a second time.
-Tensors inside ``torch.vmap`` and the like (``torch.func``) have no memory that can be told: what they give without a graph is not followed.
+What comes from where no function is looked at (``torch.vmap`` and the like, TorchScript) without a graph may come from anything that was
+computed before the layers, and is taken for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
@@ -29,11 +32,14 @@ class Origins(TorchFunctionMode):
     """Inside, remembers origins that no graph tells, and answers where a number is wanted that is ``known``.
 
     ``used`` is told them when something is computed from such a tensor, ``asked`` when the number itself is wanted (``if``, ``.item()``).
+    ``anything`` are all origins that a tensor of which nothing is known may have.
     """
 
-    def __init__(self, used: Callable[[Leaves], None], asked: Callable[[Leaves], None]) -> None:
+    def __init__(self, used: Callable[[Leaves], None], asked: Callable[[Leaves], None], anything: Callable[[], Leaves]) -> None:
         super().__init__()
-        self._used, self._asked = used, asked
+        self._used, self._asked, self._anything = used, asked, anything
+        self._seen: set[UntypedStorage | Tensor] = set()
+        self._graphs: dict[UntypedStorage | Tensor, Node] = {}
         self._origins: dict[UntypedStorage | Tensor, Leaves] = {}  # held, so that no memory is used twice
         self.known = Known()
         self._entering = Entering(self.known)
@@ -44,8 +50,22 @@ class Origins(TorchFunctionMode):
             values = self._entering(values)
         return frozenset().union(*(self._of(tensor) for tensor in tensors_in(values)))
 
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """It is known where these come from."""
+        for tensor in tensors:
+            place = _place(tensor)
+            self._seen.add(place)
+            if tensor.grad_fn is not None:
+                self._graphs[place] = tensor.grad_fn
+
     def _of(self, tensor: Tensor) -> Leaves:
-        found = self._origins.get(_place(tensor), frozenset())
+        place = _place(tensor)
+        if place not in self._seen and not tensor.requires_grad and tensor.is_meta and not is_functorch_wrapped_tensor(tensor):
+            self._seen.add(place)
+            self._origins[place] = self._anything()
+        if place in self._graphs and place not in self._origins and not tensor.requires_grad:  # detached where nobody looked
+            self._origins[place] = leaves_below([self._graphs[place]])
+        found = self._origins.get(place, frozenset())
         return found - leaves_of([tensor]) if found and tensor.requires_grad else found
 
     @override
@@ -55,7 +75,9 @@ class Origins(TorchFunctionMode):
             func, name, args, kwargs = Tensor.to, "to", (args[0], META), {}
         func = _ON_META.get(name, func)
         args, kwargs, moved = _on_meta(name, args, kwargs)
+        real = [not tensor.is_meta for tensor in tensors_in((args, kwargs))]
         args, kwargs = self._entering((args, kwargs), always=moved or name in _COPIES or writes(name, kwargs))
+        self.see(tensor for tensor, was_real in zip(tensors_in((args, kwargs)), real, strict=True) if was_real)
         if name in NUMBERS and not self.known.knows(args):
             self._asked(self.of(args) | leaves_of(tensors_in(args)))
         try:
@@ -66,6 +88,7 @@ class Origins(TorchFunctionMode):
         outputs = tensors_in(args[0] if name == "__setitem__" else output)
         if not outputs:
             return output
+        self.see(tensor for tensor in outputs if not is_functorch_wrapped_tensor(tensor))
         given = tensors_in(asked_for_numbers(name, args, kwargs))
         origins = self.of(given)
         if origins:
@@ -138,6 +161,9 @@ def _place(tensor: Tensor) -> UntypedStorage | Tensor:
 def leaves_of(tensors: Iterable[Tensor]) -> Leaves:
     """The leaves of the graphs of these."""
     tensors = list(tensors)
-    own = {tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf}
-    nodes = children_first([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
-    return frozenset(own | {node.variable for node in nodes if is_leaf(node)})
+    own = frozenset(tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf)
+    return own | leaves_below([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
+
+
+def leaves_below(nodes: Sequence[Node]) -> Leaves:
+    return frozenset(node.variable for node in children_first(nodes) if is_leaf(node))

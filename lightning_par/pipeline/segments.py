@@ -27,12 +27,18 @@ class Segments:
 
     Args:
         at_work: makes the context in which a layer runs, the cut behind it included.
+        made: is told tensors in place of layers' outputs, of which nothing is known.
     """
 
     def __init__(
-        self, module: nn.Module, layers: str, close: Close, at_work: Callable[[nn.Module], AbstractContextManager] = nullcontext
+        self,
+        module: nn.Module,
+        layers: str,
+        close: Close,
+        at_work: Callable[[nn.Module], AbstractContextManager] = nullcontext,
+        made: Callable[[Tensor], object] = lambda tensor: None,
     ) -> None:
-        self._list, self._close, self._at_work = module.get_submodule(layers), close, at_work
+        self._list, self._close, self._at_work, self._made = module.get_submodule(layers), close, at_work, made
         self._last = len(self._list) + 1
         self.entry: Tensor | None = None
         """The leaf behind its beginning."""
@@ -73,11 +79,20 @@ class Segments:
         with self._at_work(layer), saved_tensors_hooks(_itself, _itself):  # who checkpoints the layer must not see this
             output = layer(*args, **kwargs)
             self.opaque.update((index, leaf) for leaf in tree_leaves(output) if not is_plain(leaf))
-            output = self._turn(index + 1, tree_map_only(Tensor, _afresh, output))
+            output = self._turn(index + 1, tree_map_only(Tensor, self._afresh, output))
         self.at = index + 2
         if self.entry is not None:
             self.behind[self.entry] = index
         return output
+
+    def _afresh(self, tensor: Tensor) -> Tensor:
+        """A layer's output as the next stage gets it: nothing is known of it but that."""
+        if tensor.requires_grad:
+            return tensor
+        with torch._C.DisableTorchFunction():
+            fresh = _elsewhere(tensor.view_as(tensor))
+        self._made(fresh)
+        return fresh
 
     def _turn(self, segment: int, values: Any) -> Any:
         """The same values, at the beginning of the next segment's graph."""
@@ -98,12 +113,6 @@ class _Cut(Shown):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._segments.around(self._index, self._stands_for, args, kwargs)
-
-
-def _afresh(tensor: Tensor) -> Tensor:
-    """A layer's output as the next stage gets it: nothing is known of it but that."""
-    with torch._C.DisableTorchFunction():
-        return tensor if tensor.requires_grad else _elsewhere(tensor.view_as(tensor))
 
 
 def _elsewhere(tensor: Tensor) -> Tensor:

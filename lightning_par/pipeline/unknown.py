@@ -121,9 +121,24 @@ class UnknownObject:
 
 
 def unknown(shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: Origin) -> Tensor:
-    """One that may be worked on in place."""
-    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return _mark(torch.full(tuple(shape), value, dtype=dtype, device=device), origin)
+    """One that may be worked on in place. In training it has a graph, as the real one would: hooks find their place."""
+    smooth = dtype.is_floating_point or dtype.is_complex
+    tensor = torch.full(tuple(shape), torch.nan if smooth else 0, dtype=dtype, device=device)
+    if smooth and torch.is_grad_enabled() and not tensor.is_inference():
+        (tensor,) = _Rooted.apply(torch.empty(0, requires_grad=True), (tensor,))
+    return _mark(tensor, origin)
+
+
+class _Rooted(torch.autograd.Function):
+    """Puts tensors at the start of a graph that nobody needs."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: tuple[Tensor]) -> tuple[Tensor]:
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: Origin) -> Tensor:

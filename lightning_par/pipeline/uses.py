@@ -116,10 +116,12 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
         yield
         changed.update(traces(layer, before))
 
-    segments = Segments(module, layers, close, watched)
+    segments = Segments(module, layers, close, watched, lambda tensor: origins.see([tensor]))
     asked: set[Tensor] = set()
     origins = Origins(
-        lambda leaves: use(segments.at, leaves, segments.entry), lambda leaves: asked.update(leaves) if segments.at == 0 else None
+        lambda leaves: use(segments.at, leaves, segments.entry),
+        lambda leaves: asked.update(leaves) if segments.at == 0 else None,
+        lambda: frozenset(before),
     )
     with aside(module, tensors=False), lent(list(module.modules()), meta), ExitStack() as hooks:
         for part in _beside(module, layers):
@@ -127,6 +129,7 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
         names = {param: name for name, param in module.named_parameters()}
         owners = _owners(module, layers)
         batch = _mapped(batch, origins.known.onto_meta)
+        origins.see([*module.buffers(), *_tensors_of(batch)])
         try:
             with segments.cut(), torch.compiler.set_stance("force_eager"), meta, origins:  # nothing may be compiled past these
                 values = step(batch)
@@ -171,6 +174,12 @@ def _callable(module: nn.Module) -> Iterator[nn.Module]:
             yield from _callable(child)
     elif next(module.parameters(), None) is not None:
         yield module
+
+
+def _tensors_of(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _mapped(batch, lambda tensor: found.append(tensor) or tensor)
+    return found
 
 
 def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

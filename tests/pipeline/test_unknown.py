@@ -55,7 +55,7 @@ class Doubled(torch.autograd.Function):
         lambda: Doubled.apply(x()),
         lambda: torch.compile(torch.sin, backend="eager")(x()),
         lambda: torch.zeros(2, 3).add_(x()),
-        lambda: torch.add(torch.ones(2, 3), x(), out=torch.empty(2, 3)),
+        lambda: torch.add(torch.ones(2, 3), x().detach(), out=torch.empty(2, 3)),
         lambda: torch.zeros(4, 3).scatter_(1, x(torch.long), 1.0),
         lambda: copy.deepcopy(x()),
         lambda: x().zero_().add_(x()),
@@ -252,3 +252,13 @@ def test_what_is_no_tensor_spreads_as_well() -> None:
             ask(thing)
     assert not hasattr(thing, "__array__")
     copy.deepcopy(thing)
+
+
+def test_hooks_find_their_place_in_training() -> None:
+    x().register_hook(lambda grad: grad)
+    (x() * 2).retain_grad()
+    changed = x()
+    changed += 1
+    changed[:, 0] = 2.0
+    with torch.no_grad():
+        assert not x().requires_grad

@@ -845,3 +845,36 @@ def test_how_much_layers_return_may_depend_on_the_mode(training: bool) -> None:
     model.train(training)
     with torch.no_grad():
         assert torch.equal(through_the_stages(model, x, place(model, 3)), model(x))
+
+
+@torch.jit.script
+def _positive(x: Tensor) -> Tensor:
+    return x.detach() > 0
+
+
+class Masked(nn.Module):
+    """A mask of what comes before the layers, made where no function of torch is seen."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.make, self.embed, self.head = make, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(Block(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("one", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        mask = self.make(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(torch.where(mask, x, 0.5 * x) * self.one)
+
+
+@pytest.mark.parametrize("make", [lambda x: _positive(x), torch.vmap(lambda row: row.detach() > 0), torch.vmap(torch.signbit)])
+def test_a_mask_that_is_made_out_of_sight_comes_from_the_modules_before_the_layers(make: Callable[[Tensor], Tensor]) -> None:
+    model, x = Masked(make), torch.randn(5, WIDTH)
+    uses = dry_run(model, "layers", model, x)
+    placement = place(model, 2, uses=uses)
+    assert (placement.before, placement.after) == (("embed",), ("embed", "head"))
+    with torch.no_grad():
+        assert torch.equal(through_the_stages(model, x, placement, uses=uses), model(x))
