@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -28,10 +28,16 @@ from lightning_par.pipeline.unknown import Origin, UnknownObject, hollow, unknow
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """Shape and dtype of a tensor that is not here."""
+    """Shape and dtype of a tensor that is not here, and its strides where it lies in one piece of memory in another order."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stride: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorForm:
+        stride = None if tensor.is_contiguous() or not _is_dense(tensor) else tensor.stride()
+        return cls(tuple(tensor.shape), tensor.dtype, stride)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -39,7 +45,24 @@ class TensorForm:
     __repr__ = __str__
 
     def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor takes each place of a piece of memory once."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor, as it travels."""
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +112,7 @@ def _form(leaf: Any) -> Any:
                 "a layer returns a nested tensor, whose shape cannot be told to other pipeline stages. nn.TransformerEncoder makes them in "
                 "evaluation: enable_nested_tensor=False"
             )
-        return TensorForm(tuple(leaf.shape), leaf.dtype)
+        return TensorForm.of(leaf)
     return leaf if isinstance(leaf, PLAIN) else Opaque(type(leaf).__name__)
 
 
@@ -129,8 +152,8 @@ def tensor_forms(form: Any) -> list[TensorForm]:
 
 
 def gradient_forms(form: Any) -> list[TensorForm]:
-    """What is sent backward."""
-    return [leaf for leaf in tensor_forms(form) if has_gradient(leaf.dtype)]
+    """What is sent backward, in the usual order of elements."""
+    return [replace(leaf, stride=None) for leaf in tensor_forms(form) if has_gradient(leaf.dtype)]
 
 
 def rebuild(form: Any, tensors: Iterable[Tensor], device: torch.device, origin: Origin) -> Any:
@@ -160,8 +183,9 @@ def stand_for(form: Any, device: torch.device, origin: Origin) -> Any:
 
 
 def messages_of(output: Any) -> list[Tensor]:
-    """The tensors of a layer's output as they are sent: without their graph, contiguous."""
-    return [tensor.detach().contiguous() for tensor in tensors_in(output)]
+    """The tensors of a layer's output as they are sent: without their graph, in one piece of memory."""
+    tensors = (tensor.detach().resolve_conj().resolve_neg() for tensor in tensors_in(output))
+    return [tensor if _is_dense(tensor) else tensor.contiguous() for tensor in tensors]
 
 
 class Inlet:

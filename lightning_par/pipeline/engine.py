@@ -20,6 +20,7 @@ from lightning_par.pipeline.boundary import (
     Inlet,
     TensorForm,
     edges_of,
+    flat,
     gradient_forms,
     messages_of,
     structure_of,
@@ -253,7 +254,7 @@ class _Step:
         receive = receive_of(action)
         peer = self._rank(receive.stage)
         header = [self.lanes.send_object(self.headers.pop(receive), peer, self.device)] if receive in self.headers else []
-        self.sent[action] = [*header, self.lanes.send(self.outgoing.pop(receive), peer)]
+        self.sent[action] = [*header, self.lanes.send([flat(tensor) for tensor in self.outgoing.pop(receive)], peer)]
         self.hasty.pop(action, nothing)()
 
     def _receive(self, action: Action) -> None:

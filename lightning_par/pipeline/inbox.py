@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_par.comm import Lanes, Work
 from lightning_par.layout import Action
-from lightning_par.pipeline.boundary import TensorForm
+from lightning_par.pipeline.boundary import TensorForm, flat
 
 FormsOf = Callable[[Action], list[TensorForm] | None]
 """What a receive brings; None while it is not known."""
@@ -56,4 +56,4 @@ class Inbox:
         waiting = self._waiting[peer]
         while waiting and (forms := self._forms_of(waiting[0])) is not None:
             tensors = [form.empty(self._device) for form in forms]
-            self._started[waiting.popleft()] = self._lanes.receive(tensors, peer), tensors
+            self._started[waiting.popleft()] = self._lanes.receive([flat(tensor) for tensor in tensors], peer), tensors

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_par.comm import Group, Lanes
@@ -121,6 +122,56 @@ def _classifier(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_P13_keywords_tuples_and_several_tensors_at_the_boundary(size: int) -> None:
     run_world(_classifier, size, size)
+
+
+class Sideways(nn.Module):
+    """Goes on with its memory in another order, which ``view`` needs; layers see images with channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        y = torch.tanh(self.conv(x))
+        return y, y.permute(2, 0, 3, 1)[:, :, :, :2]  # the second has holes
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 3, 1)
+        self.layers = nn.ModuleList(Sideways() for _ in range(4))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.stem(x).contiguous(memory_format=torch.channels_last)
+        for layer in self.layers:
+            x, side = layer(x)
+            x = x.permute(0, 2, 3, 1).view(len(x), -1, 3).permute(0, 2, 1).view(x.shape) if x.shape[2] > 1 else x
+            x = x.contiguous(memory_format=torch.channels_last) + side.mean((0, 2, 3)).view(-1, 1, 1, 1)
+        return F.cross_entropy(self.head(x.mean((2, 3))), target)
+
+
+def images(rows: int) -> Batch:
+    generator = torch.Generator().manual_seed(rows)
+    return {
+        "x": torch.randn(rows, 2, 5, 4, generator=generator, dtype=torch.float64),
+        "target": torch.randint(0, 3, (rows,), generator=generator),
+    }
+
+
+def _sideways() -> None:
+    for schedule in ("1f1b", "zb_h1"):
+        twin = Twin(Images().double(), pp_group(2), schedule, call=call)
+        for microbatches in (1, 3):
+            twin.train_step(images(7), microbatches)
+        twin.evaluate(images(3), 2)
+
+
+def test_memory_in_another_order_stays_so_at_the_boundary() -> None:
+    run_world(_sideways, 2)
 
 
 class Turned(nn.Linear):
