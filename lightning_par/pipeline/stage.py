@@ -24,9 +24,11 @@ name where it would count: see Note [What is not known here]. Much of it a dry r
 module is on every stage that uses it, or the model is refused before anything runs.
 
 Of a layer's output, tensors that the loop hands to the next layer as they are go on; the hidden state, which comes first, always does.
-Others stay on their stage, and are unknown elsewhere (attention weights, auxiliary losses), unless the loop has changed the hidden state:
-then the next stage does so again, and may need all of them. What it changes in place between two stages would be changed twice, and is
-refused. So is what a layer leaves on an attribute, if a stage comes upon it where the layer did not run.
+Others stay on their stage, and are unknown elsewhere (attention weights, auxiliary losses), unless the loop has made something new of the
+output: then the next stage does so again, and may need all of them. It also does again whatever else the loop does between the two (hooks,
+changes of containers), which on this stage is done to another name of the output, and goes nowhere. Only what is changed in place would be
+changed twice, and is refused. So is what a layer writes into what it is given, and what it leaves on an attribute, if a stage comes upon
+it where the layer did not run.
 
 A sum over layers is right as part of the hidden state: ``x, total = layer(x, total)``.
 """
