@@ -35,13 +35,15 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 class Watch(TinyGPT):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        layer = next(module for name, module in self.named_modules() if name.endswith("q_proj"))
-        handle = layer.register_forward_hook(lambda module, args, output: self.seen.add(output.dtype))
-        layer.weight.register_hook(lambda grad: self.came.add(grad.dtype))
+        layers = [module for name, module in self.named_modules() if name.endswith("q_proj")]  # of a pipeline's other stages, too
+        handles = [layer.register_forward_hook(lambda module, args, output: self.seen.add(output.dtype)) for layer in layers]
+        for layer in layers:
+            layer.weight.register_hook(lambda grad: self.came.add(grad.dtype))
         try:
             return super().training_step(batch, batch_idx)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
