@@ -88,9 +88,9 @@ class Origins(TorchFunctionMode):
         outputs = tensors_in(args[0] if name == "__setitem__" else output)
         if not outputs:
             return output
-        self.see(tensor for tensor in outputs if not is_functorch_wrapped_tensor(tensor))
         given = tensors_in(asked_for_numbers(name, args, kwargs))
         origins = self.of(given)
+        self.see(tensor for tensor in outputs if not is_functorch_wrapped_tensor(tensor))
         if origins:
             self._used(origins)
         loose = any(not tensor.requires_grad for tensor in outputs)

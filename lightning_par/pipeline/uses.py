@@ -129,7 +129,7 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
         names = {param: name for name, param in module.named_parameters()}
         owners = _owners(module, layers)
         batch = _mapped(batch, origins.known.onto_meta)
-        origins.see([*module.buffers(), *_tensors_of(batch)])
+        origins.see([*module.parameters(), *module.buffers(), *_tensors_of(batch)])
         try:
             with segments.cut(), torch.compiler.set_stance("force_eager"), meta, origins:  # nothing may be compiled past these
                 values = step(batch)

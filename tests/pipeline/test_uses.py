@@ -870,7 +870,9 @@ class Masked(nn.Module):
         return self.head(torch.where(mask, x, 0.5 * x) * self.one)
 
 
-@pytest.mark.parametrize("make", [lambda x: _positive(x), torch.vmap(lambda row: row.detach() > 0), torch.vmap(torch.signbit)])
+@pytest.mark.parametrize(
+    "make", [lambda x: _positive(x), torch.vmap(lambda row: row.detach() > 0), lambda x: torch.vmap(torch.signbit)(x).logical_not_()]
+)
 def test_a_mask_that_is_made_out_of_sight_comes_from_the_modules_before_the_layers(make: Callable[[Tensor], Tensor]) -> None:
     model, x = Masked(make), torch.randn(5, WIDTH)
     uses = dry_run(model, "layers", model, x)
