@@ -329,7 +329,11 @@ def require_name(target: Path) -> None:
 
 
 def _require_ours(folder: Path, is_ours: Callable[[Path], bool]) -> None:
-    if folder.is_dir() and not is_ours(folder):
+    try:
+        strange = folder.is_dir() and not is_ours(folder)
+    except FileNotFoundError:  # somebody has deleted it meanwhile
+        return
+    if strange:
         raise CheckpointError(f"{folder} holds files that are none of ours, and would be replaced: choose another path, or move it away")
 
 

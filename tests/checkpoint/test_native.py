@@ -513,6 +513,23 @@ def test_runs_on_one_name_leave_each_others_files_and_readers_are_told_the_truth
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "other"]
 
 
+def test_a_folder_that_goes_while_a_save_looks_at_it_is_none_that_would_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, look = tmp_path / "last", native._is_whole
+    _save_alone(folder, 1.0)
+
+    def deletes(looked_at: Path) -> bool:
+        if looked_at == folder and folder.exists():
+            shutil.rmtree(folder)
+        return look(looked_at)
+
+    monkeypatch.setattr(native, "_is_whole", deletes)
+    _save_alone(folder, 2.0)
+    monkeypatch.undo()
+    assert _value(folder) == 2.0
+
+
 def _replace(folder: Path) -> None:
     _save_alone(folder, 2.0)
 
