@@ -79,14 +79,10 @@ class StageExit(BaseException):
 class StandIn(nn.Module):
     """Stands where a module was. Attributes are those of the module; its parameters are found here by steps only."""
 
-    def __init__(self, module: nn.Module, name: str, home: Home) -> None:
+    def __init__(self, module: nn.Module, name: str, home: Home, instead: str) -> None:
+        """``instead``: what to do instead of using it, or its weights."""
         super().__init__()
-        self._hide(_stands_for=module, _name=name, _home=home)
-
-    @property
-    def _instead(self) -> str:
-        """What to do instead of using its weights."""
-        raise NotImplementedError
+        self._hide(_stands_for=module, _name=name, _home=home, _instead=instead)
 
     def _hide(self, **attributes: Any) -> None:
         """Set attributes without registering them as submodules, parameters or buffers."""
@@ -130,17 +126,13 @@ class BeforeLayers(StandIn):
     def _begin(
         self, module: nn.Module, name: str, home: Home, example: Tensor, known: dict[Hashable, Any], *, is_part: bool = False
     ) -> None:
-        super().__init__(module, name, home)
-        self._hide(_example=example, _known=known, _is_part=is_part, training=module.training)
-
-    @property
-    @override
-    def _instead(self) -> str:
-        return (
+        instead = (
             "Pass it through the layers' outputs. If it is the model's end that needs it, say so on the model: pipeline_after = "
-            f"[{self._name!r}] if it is used there only, pipeline_before and pipeline_after if at both ends. A dry run of the step sees "
-            "all that by itself: keep what needs the numbers of tensors (.item(), if) out of the step"
+            f"[{name!r}] if it is used there only, pipeline_before and pipeline_after if at both ends. A dry run of the step sees all that "
+            "by itself: keep what needs the numbers of tensors (.item(), if) out of the step"
         )
+        super().__init__(module, name, home, instead)
+        self._hide(_example=example, _known=known, _is_part=is_part, training=module.training)
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -226,16 +218,12 @@ class AfterLayers(StandIn):
     """A module of the last stage, on another rank: never reached."""
 
     def __init__(self, module: nn.Module, name: str, home: Home) -> None:
-        super().__init__(on_meta(module), name, home)
+        instead = f"If it is used before the layers, too, say so on the model: pipeline_before and pipeline_after = [{name!r}]"
+        super().__init__(on_meta(module), name, home, instead)
 
     @override
     def __getattr__(self, name: str) -> Any:
         return seen_from_afar(super().__getattr__(name), f"{self._name}.{name}", self._home, self._instead)
-
-    @property
-    @override
-    def _instead(self) -> str:
-        return f"If it is used before the layers, too, say so on the model: pipeline_before and pipeline_after = [{self._name!r}]"
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
