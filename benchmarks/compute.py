@@ -45,7 +45,7 @@ def ours(context: Context, *, schedule: str, balance: str = "equal", microbatche
     microbatches = mesh.layout.microbatches_for(context.size.batch)
     stages = context.world * chunks
     layers = [len(model.layers) // stages] * stages if balance == "equal" else balance
-    pipeline = Pipeline.split(model, mesh.pp, schedule, chunks, balance=layers)
+    pipeline = Pipeline.split(model, mesh.pp, schedule, chunks, balance=layers, device=torch.device("cpu"))
     optimizer = context.optimizer(model)
 
     def step(i: int) -> Tensor | None:

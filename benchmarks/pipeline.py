@@ -8,10 +8,12 @@ what is left between a step and its simulation is what the engine costs: Python,
 adds its weight to what passes, so that the gradients are real. Both sides run the same layers; each of their naps is a nap of the
 simulator, which knows no latency. A stage's two backward naps are taken together where a schedule does not part them.
 
-A layer takes longer than its naps: sleeps do, and it adds and sums up activations. How long it really takes is measured before the steps,
-while all ranks run one and nothing is sent; the simulator is given that. Then how long a message takes between two ranks that have just
+A layer takes longer than its naps: sleeps do, and it adds and sums up activations. How long it really takes is measured in each round,
+while all ranks run one and nothing is sent; the simulator is given that. So is how long a message takes between two ranks that have just
 slept, with isend and irecv alone: a virtual machine needs milliseconds for what takes it a tenth when it is awake, and more the longer it
 has slept. What the simulator says with and without it stands side by side.
+
+A step is compared with what was measured in the same round, and medians of ratios are shown: machines are faster and slower by the minute.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import truediv
 from statistics import median
 from typing import Any
 
@@ -96,7 +99,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return output.square().sum()
 
 
-def _measured(layer: nn.Module, elements: int, times: int = 10) -> Costs:
+def _measured(layer: nn.Module, elements: int, times: int = 5) -> Costs:
     """What a layer takes forward and backward, on average over all ranks. They call together."""
     took = torch.zeros(2, dtype=torch.float64)
     grad = torch.ones(1, elements)
@@ -113,7 +116,7 @@ def _measured(layer: nn.Module, elements: int, times: int = 10) -> Costs:
     return Costs(forward, backward / 2, backward / 2)
 
 
-def _hop(elements: int, nap: float, times: int = 5) -> float:
+def _hop(elements: int, nap: float, times: int = 3) -> float:
     """Seconds from a rank's last wink of sleep until its message is with the next rank, which waits for it; the median. All call."""
     rank, took = dist.get_rank(), list[float]()
     for sender in [rank for _ in range(times) for rank in range(dist.get_world_size() - 1)]:
@@ -189,17 +192,75 @@ class Bench:
         return lambda: run.step(*([inputs] if 0 in mine else []), **given)
 
 
-def measure(steps: Sequence[Step], rounds: int) -> list[list[float]]:
-    """Seconds from barrier to barrier, by step and round; steps take turns. Every rank calls. The first round warms up and is left out."""
-    seconds: list[list[float]] = [[] for _ in steps]
-    for number in range(rounds + 1):
-        for took, step in zip(seconds, steps, strict=True):
-            dist.barrier()
-            begin = time.perf_counter()
-            step()
-            dist.barrier()
-            took += [time.perf_counter() - begin] if number else []
-    return seconds
+@dataclass(frozen=True)
+class Round:
+    """What was measured within a minute: what a layer and a message take, and seconds of our step and of torch's, if it has such."""
+
+    costs: Costs
+    ours: float
+    torch: float | None
+
+    @classmethod
+    def run(cls, bench: Bench, schedule: str, steps: Sequence[Step]) -> Round:
+        """Every rank calls."""
+        costs = bench.costs(schedule)
+        ours, *torch = (_seconds(step) for step in steps)
+        return cls(costs, ours, torch[0] if torch else None)
+
+
+def _seconds(step: Step) -> float:
+    """From barrier to barrier."""
+    dist.barrier()
+    begin = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over rounds."""
+
+    schedule: str
+    microbatches: int
+    hop: float
+    simulated: float
+    ours: float
+    of_naps: float  # ours of the simulator's, which knows no messages
+    of_simulated: float  # which knows them
+    of_torch: float | None
+
+    @classmethod
+    def of(cls, bench: Bench, schedule: str, rounds: Sequence[Round]) -> Result:
+        """Of a schedule."""
+        simulated = [bench.simulated(schedule, each.costs) for each in rounds]
+        naps = [bench.simulated(schedule, replace(each.costs, latency=0.0)) for each in rounds]
+        ours = [each.ours for each in rounds]
+        peers = [each.ours / each.torch for each in rounds if each.torch is not None]
+        return cls(
+            schedule,
+            bench.microbatches,
+            median(each.costs.latency for each in rounds),
+            median(simulated),
+            median(ours),
+            median(map(truediv, ours, naps)),
+            median(map(truediv, ours, simulated)),
+            median(peers) if peers else None,
+        )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the step took what it may."""
+        return self.of_simulated <= SIMULATED and (self.of_torch is None or self.of_torch <= PEER)
+
+    def row(self) -> list[str]:
+        """As it is printed, under ``HEAD``."""
+        milliseconds = [f"{1e3 * self.hop:.1f}", f"{1e3 * self.simulated:.0f}", f"{1e3 * self.ours:.0f}"]
+        ratios = [f"{self.of_naps:.3f}", f"{self.of_simulated:.3f}", "-" if self.of_torch is None else f"{self.of_torch:.3f}"]
+        return [self.schedule, str(self.microbatches), *milliseconds, *ratios]
+
+
+HEAD = ["schedule", "micro-batches", "hop ms", "simulated ms", "ours ms", "of it without hops", "of simulated", "of torch's"]
 
 
 def main(arguments: list[str]) -> int:
@@ -208,36 +269,18 @@ def main(arguments: list[str]) -> int:
         return launch("benchmarks.pipeline", arguments, ranks=options.ranks, link=options.link)
     warnings.filterwarnings("ignore")
     rank, _ = join()
-    rows = [
-        [
-            "schedule",
-            "micro-batches",
-            "hop ms",
-            "simulated ms",
-            "with hops",
-            "ours ms",
-            "of simulated",
-            "with hops",
-            "torch ms",
-            "ours of torch",
-        ]
-    ]
-    kept = True
+    results = []
     for schedule in options.schedules:
         for microbatches in options.microbatches:
             bench = Bench(options.ranks, microbatches, options.elements, options.nap / 1e3)
             steps = [bench.ours(schedule), *([bench.torch(schedule)] if schedule in TORCH else [])]
-            costs = bench.costs(schedule)
-            bare, whole = bench.simulated(schedule, replace(costs, latency=0.0)), bench.simulated(schedule, costs)
-            ours, *theirs = (median(took) for took in measure(steps, options.rounds))
-            kept &= ours <= SIMULATED * whole and all(ours <= PEER * peer for peer in theirs)
-            milliseconds = [f"{1e3 * seconds:.0f}" for seconds in (bare, whole, ours)]
-            peers = [cell for peer in theirs for cell in (f"{1e3 * peer:.0f}", f"{ours / peer:.3f}")] or ["-", "-"]
-            ratios = [f"{ours / bare:.3f}", f"{ours / whole:.3f}"]
-            rows.append([schedule, str(microbatches), f"{1e3 * costs.latency:.1f}", *milliseconds, *ratios, *peers])
+            for step in steps:
+                step()  # to warm up
+            results.append(Result.of(bench, schedule, [Round.run(bench, schedule, steps) for _ in range(options.rounds)]))
+    kept = all(result.is_kept for result in results)
     if rank == 0:
         print(f"{options.ranks} ranks, naps of {options.nap:g} ms a rank, activations of {4 * options.elements / 2**20:.1f} MiB\n")
-        print(aligned(rows))
+        print(aligned([HEAD, *(result.row() for result in results)]))
         if options.check:
             print(f"\nat most {SIMULATED:.2f} of the simulator's (with hops) and {PEER:.2f} of torch's: {'pass' if kept else 'MISS'}")
     dist.barrier()
@@ -251,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=lambda text: [int(m) for m in text.split(",")], default=[8, 16])
     parser.add_argument("--nap", type=float, default=100.0, help="milliseconds of a rank's forward of a micro-batch; backward twice")
     parser.add_argument("--elements", type=int, default=2**18, help="of an activation (fp32)")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--link", default=HOST, help="as in benchmarks.zero")
     parser.add_argument("--check", action="store_true", help="exit 1 if a step takes more than it may")

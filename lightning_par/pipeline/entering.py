@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_par.pipeline.known import META, Known, memory_of
-from lightning_par.pipeline.torch_functions import tensors_in
+from lightning_par.pipeline.torch_functions import map_tensors, tensors_in
 
 
 class _Stand(NamedTuple):
@@ -38,7 +37,7 @@ class Entering:
         tensors = tensors_in(values)
         real = [tensor for tensor in tensors if not tensor.is_meta]
         if real and (always or len(real) < len(tensors) or any(self._has_entered(tensor) for tensor in real)):
-            return tree_map_only(Tensor, self._stand_in, values)
+            return map_tensors(self._stand_in, values)
         return values
 
     def _has_entered(self, tensor: Tensor) -> bool:

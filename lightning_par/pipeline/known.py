@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_par.pipeline.torch_functions import tensors_in
+from lightning_par.pipeline.torch_functions import map_tensors, tensors_in
 
 LIMIT, SMOOTH_LIMIT = 2**24, 2**20
 """Elements of a tensor up to which its numbers are kept; of one that a function made of floating or complex numbers."""
@@ -55,7 +55,7 @@ class Known:
             if not known:
                 raise
             with suppress(_UnknownError):
-                return tree_map_only(Tensor, self._onto_meta, self._apart(self._compute(func, args, kwargs), given))
+                return map_tensors(self._onto_meta, self._apart(self._compute(func, args, kwargs), given))
             self._forget(given)
             raise
         changed = [tensor for tensor in given if tensor.is_inference() or not self.knows(tensor)]
@@ -99,7 +99,7 @@ class Known:
     def _apart(self, numbers: Any, given: list[Tensor]) -> Any:
         """With copies of those that are a given tensor's own (``.cpu()``)."""
         own = {id(self._numbers[tensor][0]) for tensor in given}
-        return tree_map_only(Tensor, lambda number: number.clone() if id(number) in own else number, numbers)
+        return map_tensors(lambda number: number.clone() if id(number) in own else number, numbers)
 
     def _onto_meta(self, number: Tensor) -> Tensor:
         meta = number.to(META)

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_par.pipeline.boundary import Inlet, is_plain
 from lightning_par.pipeline.shown import Shown
+from lightning_par.pipeline.torch_functions import map_tensors
 
 Close = Callable[[int, list[Tensor], Tensor | None], None]
 """Told where a segment ends: its number, the tensors of its end that need a gradient, and the leaf behind its beginning."""
@@ -79,7 +80,7 @@ class Segments:
         with self._at_work(layer), saved_tensors_hooks(_itself, _itself):  # who checkpoints the layer must not see this
             output = layer(*args, **kwargs)
             self.opaque.update((index, leaf) for leaf in tree_leaves(output) if not is_plain(leaf))
-            output = self._turn(index + 1, tree_map_only(Tensor, self._afresh, output))
+            output = self._turn(index + 1, map_tensors(self._afresh, output))
         self.at = index + 2
         if self.entry is not None:
             self.behind[self.entry] = index

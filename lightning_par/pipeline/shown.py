@@ -13,10 +13,10 @@ from inspect import ismethod
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_par.pipeline.errors import PipelineError
+from lightning_par.pipeline.torch_functions import map_tensors
 from lightning_par.pipeline.unknown import Home, Origin, unknown, unknown_weight
 
 
@@ -145,7 +145,7 @@ def _called(method: Callable[..., Any], origin: Origin, *args: Any, **kwargs: An
         output = method(*args, **kwargs)
     except RuntimeError as error:
         raise origin.refused("the step's call of a method") from error
-    return tree_map_only(Tensor, lambda tensor: unknown(tensor.shape, tensor.dtype, origin.home.device, origin), output)
+    return map_tensors(lambda tensor: unknown(tensor.shape, tensor.dtype, origin.home.device, origin), output)
 
 
 HOW_TO_CARRY = "call layers whole, x = layer(x), and carry what else is needed through them, x, total = layer(x, total)"

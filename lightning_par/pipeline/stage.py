@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves
 from typing_extensions import override
 
 from lightning_par.layout import Span
@@ -55,7 +55,7 @@ from lightning_par.pipeline.backward import children_first, is_leaf
 from lightning_par.pipeline.boundary import form_of, is_plain, rebuild, require_handable, stand_for, withhold
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.shown import HOW_TO_CARRY, INSTEAD_OF_WEIGHTS, Elsewhere, Shown, seen_from_afar
-from lightning_par.pipeline.torch_functions import tensors_in
+from lightning_par.pipeline.torch_functions import map_tensors, tensors_in
 from lightning_par.pipeline.traces import Trace, changed, contents, marks, traces
 from lightning_par.pipeline.unknown import Home, Origin, require_known, unknown, unknown_weight
 
@@ -156,12 +156,12 @@ class BeforeLayers(StandIn):
         output = self._known.get(key) if key is not None else None
         if output is None:
             drawn = torch.get_rng_state()
-            output = self._without_numbers(call, *tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs)))
+            output = self._without_numbers(call, *map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs)))
             if key is not None and _is_plain(tree_leaves(output)) and torch.equal(drawn, torch.get_rng_state()):
                 if len(self._known) >= KNOWN:
                     self._known.clear()
                 self._known[key] = output
-        return tree_map_only(Tensor, self._unknown, output)
+        return map_tensors(self._unknown, output)
 
     def _without_numbers(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call returns on the meta device, constants it makes on the CPU or there."""
@@ -518,7 +518,7 @@ class StageLayers(nn.ModuleList):
         tensors = tensors_in(output)
         is_counted = not any(tensor.is_inference() for tensor in tensors)
         now.sends, now.given = output, given
-        now.handed = tree_map_only(Tensor, _alias if is_counted else Tensor.clone, output)
+        now.handed = map_tensors(_alias if is_counted else Tensor.clone, output)
         now.versions = [tensor._version for tensor in tensors] if is_counted else []
         return now.handed
 

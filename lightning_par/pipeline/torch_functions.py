@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 NUMBERS = frozenset(
     {
@@ -16,6 +16,9 @@ NUMBERS = frozenset(
     }
 )
 """Functions that return numbers of their arguments, not tensors."""
+
+GRADIENTS = ("backward", "grad")
+"""Functions that run a graph backward."""
 
 _LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}) | {
     *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
@@ -42,7 +45,32 @@ CHECKED = ("bernoulli", "bernoulli_", "multinomial", "poisson", "binomial", "bin
 
 def tensors_in(values: Any) -> list[Tensor]:
     """All tensors in any nesting of tuples, lists and dicts, in order."""
-    return [values] if isinstance(values, Tensor) else [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _find(values, found)
+    return found
+
+
+def _find(values: Any, found: list[Tensor]) -> None:
+    """``tree_leaves``, which takes long, only for what is not plain."""
+    kind = type(values)
+    if kind is tuple or kind is list:
+        for value in values:
+            _find(value, found)
+    elif kind is dict:
+        for value in values.values():
+            _find(value, found)
+    elif isinstance(values, Tensor):
+        found.append(values)
+    elif kind not in _NUMBERS_AND_NAMES:
+        found += [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+_NUMBERS_AND_NAMES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+
+
+def map_tensors(function: Callable[[Tensor], Any], values: Any) -> Any:
+    """The same nesting with what a function gives in place of each tensor."""
+    return function(values) if isinstance(values, Tensor) else tree_map_only(Tensor, function, values)
 
 
 def asked_for_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

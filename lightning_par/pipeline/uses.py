@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from lightning_par.numerics.samples import children, with_children
 from lightning_par.pipeline.aside import aside, lent
 from lightning_par.pipeline.boundary import has_gradient
 from lightning_par.pipeline.origins import Leaves, Origins, leaves_of
 from lightning_par.pipeline.segments import Segments
-from lightning_par.pipeline.torch_functions import tensors_in
+from lightning_par.pipeline.torch_functions import map_tensors, tensors_in
 from lightning_par.pipeline.traces import Trace, marks, traces
 
 
@@ -108,7 +108,7 @@ def dry_run(module: nn.Module, layers: str, step: Callable[[Any], Any], batch: A
         loose = [tensor for tensor in tensors_in(output) if not tensor.requires_grad]
         if len(segments.ran) < count and not all(has_gradient(tensor.dtype) for tensor in loose):
             inside.update(own)
-        return tree_map_only(Tensor, lambda tensor: _tied(tensor, sources), output) if loose else output
+        return map_tensors(lambda tensor: _tied(tensor, sources), output) if loose else output
 
     @contextmanager
     def watched(layer: nn.Module) -> Iterator[None]:

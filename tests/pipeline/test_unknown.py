@@ -116,6 +116,36 @@ def test_nobody_gets_a_number_of_it_nor_a_shape_that_depends_on_one(ask: Callabl
         ask()
 
 
+def test_it_takes_memory_only_when_it_is_written_to() -> None:
+    tensor = unknown((100, 100), torch.float32, CPU, Origin("what embed returns", ""))
+    part = tensor[:, 1:].T
+    assert tensor.untyped_storage().nbytes() == part.untyped_storage().nbytes() == 4
+    tensor[0] += 1
+    part.mul_(2)
+    assert tensor.untyped_storage().nbytes() == 40_000
+    assert isinstance(tensor, Unknown)
+    assert isinstance(part, Unknown)
+
+
+def test_what_is_known_that_replaces_it_keeps_its_graph() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    tensor = x()
+    tensor.register_hook(lambda grad: grad)
+    tensor.copy_(weight * 2)
+    assert type(tensor) is Tensor
+    tensor.sum().backward()
+    assert torch.equal(weight.grad, torch.full((2, 3), 2.0))
+    part = x()[:, 0].copy_(weight[:, 0])
+    assert isinstance(part, Unknown)
+
+
+def test_nobody_gets_a_gradient_of_it() -> None:
+    known = torch.ones(2, 3, requires_grad=True)
+    for ask in (lambda: x().sum().backward(), lambda: torch.autograd.grad((known * 2).sum(), [known, x()])):
+        with pytest.raises(PipelineError, match="asks for a gradient, and that needs what embed returns"):
+            ask()
+
+
 def test_it_is_not_written_into_weights() -> None:
     weight = nn.Parameter(torch.ones(3))
     for write in (lambda: weight.copy_(x()[0]), lambda: weight[:1].mul_(x()[0, 0])):
