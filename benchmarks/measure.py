@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Turn(NamedTuple):
@@ -58,7 +59,7 @@ def storages() -> dict[int, int]:
     time.sleep(0.05)  # gloo's thread lets go of what it worked with a moment after it has said that it is done
     gc.collect()
     with torch._C.DisableTorchFunctionSubclass():  # only to look: a freed parameter of ours would object
-        tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+        tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor) and not issubclass(type(found), FakeTensor)]
         tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
         tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # a DTensor has no memory of its own
         held = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout == torch.strided]
