@@ -13,9 +13,10 @@ counts, so it is refused, with the name of where it comes from, by
 * ``self.log``,
 * who asks for a number (``if``, ``.item()``), or for a shape that depends on numbers (``x[x > 0]``).
 
-Below the mark there are ordinary numbers, so that random ones are drawn as by the real tensor: NaN, and 0 for whole numbers, which may be
-indices. They show themselves where torch makes a tensor without telling (``torch.vmap``, TorchScript, ``torch.tensor(x)``): as NaN, but
-whole numbers would look like any others.
+It takes no memory until it is written to, and has no graph, which would lead nowhere; in training it is a leaf that needs a gradient, so
+that hooks find their place. Below the mark there are ordinary numbers, so that random ones are drawn as by the real tensor: NaN, and 0 for
+whole numbers, which may be indices. They show themselves where torch makes a tensor without telling (``torch.vmap``, TorchScript,
+``torch.tensor(x)``): as NaN, but whole numbers would look like any others.
 """
 
 from __future__ import annotations

@@ -189,9 +189,10 @@ class HybridParallelStrategy(ParallelStrategy):
         facts = model_facts(module, data) if module is not None else None
         if facts is not None and not self._fits(trainer):  # evaluation takes fewer micro-batches where a batch is small
             facts = replace(facts, batch=None)
-        violations = self.requested.violations(self.num_nodes * self.num_processes, facts)
+        ranks = self.num_nodes * self.num_processes
+        violations = self.requested.violations(ranks, facts)
         if module is not None and self._fits(trainer):
-            violations += loop_violations(self.requested, module, trainer)
+            violations += loop_violations(self.requested, ranks, module, trainer)
             violations += saving_violations(trainer, async_save=self.async_save)
         if module is not None and self._is_whole(module) and not violations:
             violations += module_violations(self.requested, module)

@@ -39,9 +39,10 @@ def module_violations(layout: ParallelLayout, module: pl.LightningModule) -> lis
     return found
 
 
-def loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer: pl.Trainer) -> list[str]:
-    """What of training, its callbacks and the module's kind does not go with the layout."""
+def loop_violations(layout: ParallelLayout, ranks: int, module: pl.LightningModule, trainer: pl.Trainer) -> list[str]:
+    """What of training, its callbacks and the module's kind does not go with the layout on so many ranks."""
     found = []
+    replicas = ranks // (layout.tp * layout.pp * layout.cp)
     for axis, degree in (("pp", layout.pp), ("cp", layout.cp)):
         if degree > 1 and not module.automatic_optimization:
             found.append(
@@ -81,11 +82,21 @@ def loop_violations(layout: ParallelLayout, module: pl.LightningModule, trainer:
             f"{spectral[0]} has a spectral_norm: with pp={layout.pp} it would update its estimate of a weight's norm with every "
             "micro-batch, not once a batch; set microbatches=1 and chunks=1, or pp=1"
         )
+    placed = f"with dp={replicas}, pp={layout.pp}, cp={layout.cp}"
     frequent = [name for name, submodule in module.named_modules() if getattr(submodule, "scale_grad_by_freq", False)]
-    if frequent and ((layout.pp > 1 and layout.microbatches != 1) or layout.cp > 1):
+    if frequent and (replicas > 1 or layout.cp > 1 or (layout.pp > 1 and layout.microbatches != 1)):
         found.append(
-            f"{frequent[0]} is an embedding with scale_grad_by_freq=True: with pp={layout.pp}, cp={layout.cp} it would count how often a "
-            "token is there in every part of a batch, not in the whole; set scale_grad_by_freq=False, or microbatches=1 and cp=1"
+            f"{frequent[0]} is an embedding with scale_grad_by_freq=True: {placed} it would count how often a token is there in every "
+            "part of a batch, not in the whole; set scale_grad_by_freq=False, or dp=1, microbatches=1 and cp=1"
+        )
+    embeddings = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    bounded = [(name, part) for name, part in embeddings if part.max_norm is not None]
+    named = [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
+    is_tied = any(named.count(id(part.weight)) > 1 for _, part in bounded)
+    if bounded and (replicas > 1 or layout.cp > 1 or (layout.pp > 1 and is_tied)):
+        found.append(
+            f"{bounded[0][0]} is an embedding with max_norm={bounded[0][1].max_norm}: {placed} each rank that has it would scale down "
+            "the rows of its own tokens only; set max_norm=None, or dp=1 and cp=1 (and pp=1 if its weight is tied)"
         )
     if layout.pp > 1 and module.example_input_array is not None and (runs := _runs_example(trainer)):
         found.append(

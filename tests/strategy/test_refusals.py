@@ -140,7 +140,7 @@ class Stateful(TinyGPT):
         ("instance norm", r"extra is an instance norm with track_running_stats=True: with pp=2"),
         ("parametrized", r"extra\.0\.parametrizations\.weight\.0 has a spectral_norm: with pp=2"),
         ("by a hook", r"extra\.0 has a spectral_norm: with pp=2"),
-        ("frequent", r"extra is an embedding with scale_grad_by_freq=True: with pp=2"),
+        ("frequent", r"extra is an embedding with scale_grad_by_freq=True: with dp=1, pp=2"),
         ("example", r"example_input_array with pp=2: the model summary.*enable_model_summary=False"),
     ],
 )
@@ -153,6 +153,15 @@ def test_what_would_run_once_a_micro_batch_or_outside_of_steps_is_refused(what: 
             Stateful(what), token_loader(4)
         )
     assert len(error.value.violations) == 1
+
+
+@pytest.mark.parametrize("option", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}])
+@pytest.mark.parametrize("layout", [{}, {"zero": 1}, {"pp": 2}, {"cp": 2, "dp": 1}])
+def test_embeddings_that_work_by_the_tokens_of_a_whole_batch_are_refused(option: dict[str, Any], layout: dict[str, int]) -> None:
+    model = TinyGPT(layers=2)
+    model.extra = nn.Embedding(2, 2, **option)
+    with pytest.raises(LayoutError, match=f"extra is an embedding with {next(iter(option))}.*: with dp="):
+        Trainer(devices=4 if "pp" in layout else 2, strategy=HybridParallelStrategy(**layout)).fit(model, token_loader(4))
 
 
 class Thawing(BaseFinetuning):
