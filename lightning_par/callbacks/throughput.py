@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from typing_extensions import override
 
 
 class Throughput(Callback):
     """Logs `tokens_per_s`, over all data-parallel replicas and since the last log, and keeps the mean over the fit.
 
-    Tokens are the elements of `batch[key]`. Time counts from the end of the first step, so that start-up stays out of it;
-    validation is left out too.
+    Tokens are the elements of `batch[key]`; batches that have no such tensor are not counted. Time counts from the end of the first step,
+    so that start-up stays out of it; validation is left out too.
     """
 
     def __init__(self, key: str = "input_ids") -> None:
@@ -30,8 +32,9 @@ class Throughput(Callback):
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         now = time.perf_counter()
-        if self._since is not None:
-            self._tokens += batch[self.key].numel() * self._replicas
+        tokens = batch.get(self.key) if isinstance(batch, Mapping) else None
+        if self._since is not None and isinstance(tokens, Tensor):
+            self._tokens += tokens.numel() * self._replicas
             self._seconds += now - self._since
             self.mean = self._tokens / self._seconds
         self._since = now

@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -52,7 +53,9 @@ class Job:
 
 
 def run() -> None:
-    """The command `train`, with its overrides in `sys.argv`."""
+    """The command `train`, with its overrides in `sys.argv`. Modules in the folder where it is started can be named in the config."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     if not started_from_outside(os.environ):
         _preload()
         _hydra_app(_start_ranks)
@@ -102,27 +105,30 @@ def _preload() -> None:
 
 def _start_ranks(job: Job) -> dict[str, float]:
     """Run the job on fresh ranks and return rank 0's metrics. A rank that fails ends the job and the program."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     trainer = OmegaConf.create(job.config["trainer"])
     if trainer.num_nodes > 1:
         sys.exit(f"trainer.num_nodes={trainer.num_nodes}: start this command on every node with torchrun or srun, it will join")
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=local_world_size(trainer),
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        start_method="forkserver",
-        shutdown_timeout=STOP_SECONDS,
-    )
     logging.disable(logging.CRITICAL)  # the agent's own words about a failed rank: the rank has said it better
     try:
-        return elastic_launch(launch, run_rank)(replace(job, launcher=os.getpid()))[0]
+        with TemporaryDirectory(prefix="lightning_par_") as scratch:  # the agent would leave one of its own
+            launch = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=local_world_size(trainer),
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="localhost",
+                max_restarts=0,
+                start_method="forkserver",
+                shutdown_timeout=STOP_SECONDS,
+                logs_specs=DefaultLogsSpecs(scratch),
+            )
+            return elastic_launch(launch, run_rank)(replace(job, launcher=os.getpid()))[0]
     except ChildFailedError as error:
         obituary = _obituary(job, error.failures)
     finally:

@@ -44,7 +44,7 @@ def _results(trainer: L.Trainer) -> list[tuple[str, str]]:
         rows.append(("tokens/s", f"{throughput.mean:,.0f}"))
     if held_out and held_out.last is not None:
         start = "" if held_out.first is None else f"{held_out.first:.4f} before the first step, "
-        rows.append(("held-out loss", f"{start}{held_out.last:.4f} now (nats a token)"))
+        rows.append(("held-out loss", f"{start}{held_out.last:.4f} now"))
     return rows
 
 

@@ -64,5 +64,5 @@ def build_trainer(config: DictConfig, callbacks: list[Callback], loggers: list[L
 def _validate_if_stale(trainer: L.Trainer, module: L.LightningModule, datamodule: L.LightningDataModule) -> None:
     """Bring the held-out loss up to the last step, where the last validation lies before it."""
     watchers = [callback for callback in trainer.callbacks if isinstance(callback, HeldOutLoss)]
-    if any(watcher.last_step != trainer.global_step for watcher in watchers):
+    if trainer.enable_validation and any(watcher.last_step != trainer.global_step for watcher in watchers):
         trainer.validate(module, datamodule=datamodule, verbose=False, weights_only=True)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -149,3 +150,52 @@ def _folder_of(pid):
         return os.readlink(f"/proc/{pid}/cwd")
     except OSError:
         return ""
+
+
+OWN = """
+import lightning as L, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def training_step(self, batch, _):
+        x, y = batch
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(x, y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(16, 4), torch.zeros(16, 4)), 4)
+"""
+
+
+@pytest.mark.slow
+def test_module_and_data_of_ones_own_are_found_in_the_folder_where_the_command_starts(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    for group, kind in (("model", "Net"), ("data", "Data")):
+        (tmp_path / "cfg" / group).mkdir(parents=True)
+        (tmp_path / "cfg" / group / "mine.yaml").write_text(f"_target_: mine.{kind}\n")
+    script = Path(sys.executable).parent / "lightning-par"
+    options = "model=mine data=mine logger=csv parallel.pp=2 trainer.devices=2 trainer.max_steps=3 trainer.accelerator=cpu"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    done = subprocess.run(
+        [script, "train", "--config-dir", "cfg", *options.split()],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Trained to step 3." in done.stdout
+    assert not list(scratch.glob("*elastic*")) + list(scratch.glob("lightning_par*"))
