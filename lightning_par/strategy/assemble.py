@@ -91,7 +91,7 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
     uses = rehearsal.uses() if rehearsal is not None else None
     _broadcast(module, mesh, device)
     specs = {name: ShardSpec.whole(param) for name, param in module.named_parameters()}
-    order = tuple(specs)
+    order, whole = tuple(specs), _count(module)
     partial: set[str] = set()
     if layout.tp > 1:
         shards = shard_module(module, mesh.tp)
@@ -107,7 +107,13 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
         whole_on_tp = specs[name].is_whole
         counted = (mesh.tp.index == 0 or not whole_on_tp) and stages.get(name, (mesh.pp.index,))[0] == mesh.pp.index
         infos.append(ParameterInfo(name, param, specs[name], stages.get(name, ()), name in partial, counted))
+    if layout.tp * layout.pp > 1:
+        rank_zero_info(f"of the model's {whole:,} parameters rank 0 holds {_count(module):,}, which a summary shows")
     return Assembled(module, mesh, tuple(infos), order, aliases, buffers, left_out, changed, untold, pipeline)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _pipeline(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Rehearsal | None, uses: Uses | None) -> Pipeline:
