@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.torch_functions import map_tensors, tensors_in
-from lightning_par.pipeline.unknown import Origin, UnknownObject, unknown
+from lightning_par.pipeline.unknown import Origin, UnknownObject, hollow, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +162,21 @@ def rebuild(form: Any, tensors: Iterable[Tensor], device: torch.device, origin: 
 
     def part(leaf: Any) -> Any:
         if isinstance(leaf, Withheld):
-            return unknown(leaf.form.shape, leaf.form.dtype, device, origin)
+            return hollow(leaf.form.shape, leaf.form.dtype, device, origin)
         return next(left) if isinstance(leaf, TensorForm) else leaf
 
     return part(form) if isinstance(form, TensorForm) else tree_map(part, form)
 
 
 def stand_for(form: Any, device: torch.device, origin: Origin) -> Any:
-    """A layer's output where nobody knows what it returned, but the form of that."""
+    """A layer's output where nobody knows what it returned, but the form of that. Only the hidden state may be worked on in place."""
+    places = itertools.count()
 
     def part(leaf: Any) -> Any:
-        if isinstance(leaf, TensorForm | Withheld):
-            form = leaf.form if isinstance(leaf, Withheld) else leaf
-            return unknown(form.shape, form.dtype, device, origin)
+        if isinstance(leaf, TensorForm):
+            return (hollow if next(places) else unknown)(leaf.shape, leaf.dtype, device, origin)
+        if isinstance(leaf, Withheld):
+            return hollow(leaf.form.shape, leaf.form.dtype, device, origin)
         return UnknownObject(origin) if isinstance(leaf, Opaque | float) else leaf
 
     return part(form) if isinstance(form, TensorForm) else tree_map(part, form)

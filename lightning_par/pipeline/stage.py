@@ -480,7 +480,10 @@ class StageLayers(nn.ModuleList):
         """The answer of a layer that is not of the active stage."""
         now = self._now
         if now is None:
-            raise PipelineError(f"{self._name}.{index} is on another pipeline rank: layers run only within the trainer's steps")
+            raise PipelineError(
+                f"{self._name}.{index} is on another pipeline rank: layers run only within the trainer's steps. If this is activation "
+                "checkpointing, checkpoint each layer by itself, not several at once"
+            )
         if index < now.span.start:
             self._check_passing(now, index)
             if index not in now.arrived.forms:

@@ -39,8 +39,14 @@ _NO_WRITES = ("requires_grad_", "detach_", "share_memory_")
 
 _SHAPED_BY_NUMBERS = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
 
-CHECKED = ("bernoulli", "bernoulli_", "multinomial", "poisson", "binomial", "binary_cross_entropy")
-"""Functions that refuse what is no probability; on a GPU so that nothing can be done there any more."""
+CHECKED = frozenset(
+    {
+        *("bernoulli", "bernoulli_", "multinomial", "poisson", "binomial", "binary_cross_entropy", "normal"),
+        *("linalg_eig", "linalg_eigvals", "linalg_eigh", "linalg_eigvalsh", "linalg_svd", "linalg_svdvals", "linalg_qr", "linalg_pinv"),
+        *("svd", "qr", "pinverse"),
+    }
+)
+"""Functions that refuse what is no probability, on a GPU so that nothing can be done there any more; or NaN, if they do not crash."""
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -104,5 +110,6 @@ def shaped_by_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return [tensor for tensor in tensors_in(args[1:]) if tensor.dtype in (torch.bool, torch.uint8)]
     if name == "repeat_interleave":
         return tensors_in((args[1:2], kwargs.get("repeats")))
-    is_one = (name == "where" and len(args) == 1) or (name == "one_hot" and len(args) == 1 and "num_classes" not in kwargs)
+    counts_classes = name == "one_hot" and (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1
+    is_one = (name == "where" and len(args) == 1) or counts_classes
     return tensors_in(args[:1]) if name in _SHAPED_BY_NUMBERS or is_one else []

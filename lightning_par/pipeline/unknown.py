@@ -13,10 +13,9 @@ counts, so it is refused, with the name of where it comes from, by
 * ``self.log``,
 * who asks for a number (``if``, ``.item()``), or for a shape that depends on numbers (``x[x > 0]``).
 
-It takes no memory until it is written to, and has no graph, which would lead nowhere; in training it is a leaf that needs a gradient, so
-that hooks find their place. Below the mark there are ordinary numbers, so that random ones are drawn as by the real tensor: NaN, and 0 for
-whole numbers, which may be indices. They show themselves where torch makes a tensor without telling (``torch.vmap``, TorchScript,
-``torch.tensor(x)``): as NaN, but whole numbers would look like any others.
+Below the mark there are ordinary numbers, so that random ones are drawn as by the real tensor: NaN, and 0 for whole numbers, which may be
+indices. They show themselves where torch makes a tensor without telling (``torch.vmap``, TorchScript, ``torch.tensor(x)``): as NaN, but
+whole numbers would look like any others.
 """
 
 from __future__ import annotations
@@ -97,6 +96,10 @@ class Unknown(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.detach().clone()
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.unknown_origin.refused("the step pickles a tensor, and that")
+
 
 class UnknownObject:
     """In the place of what is no tensor. What is computed from it is unknown as well."""
@@ -123,30 +126,37 @@ class UnknownObject:
 
 
 def unknown(shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: Origin) -> Tensor:
-    """One that takes no memory until it is written to. In training it needs a gradient, as the real one would: hooks find their place."""
-    return _mark(_need_gradient(_hollow(shape, dtype, device)), origin)
+    """One that may be worked on in place. In training it has a graph, as the real one would: hooks find their place."""
+    smooth = dtype.is_floating_point or dtype.is_complex
+    tensor = torch.full(tuple(shape), torch.nan if smooth else 0, dtype=dtype, device=device)
+    if smooth and torch.is_grad_enabled() and not tensor.is_inference():
+        (tensor,) = _Rooted.apply(torch.empty(0, requires_grad=True), (tensor,))
+    return _mark(tensor, origin)
+
+
+class _Rooted(torch.autograd.Function):
+    """Puts tensors at the start of a graph that nobody needs."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: tuple[Tensor]) -> tuple[Tensor]:
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: Origin) -> Tensor:
+    """One that takes no memory, and to which nobody can write."""
+    with torch.no_grad():
+        return _mark(unknown((), dtype, device, origin).expand(tuple(shape)), origin)
 
 
 def unknown_weight(weight: Tensor, device: torch.device, origin: Origin) -> Tensor:
-    """In the place of a weight (or a buffer) that is elsewhere. Nobody can write to it."""
-    stand = _mark(_hollow(weight.shape, weight.dtype, device), origin)
-    stand.untyped_storage().is_of_a_weight = True
+    """In the place of a weight (or a buffer) that is elsewhere."""
+    stand = hollow(weight.shape, weight.dtype, device, origin)
     stand._is_param = isinstance(weight, nn.Parameter)  # for isinstance(_, nn.Parameter)
     return stand.requires_grad_(weight.requires_grad)
-
-
-def _need_gradient(tensor: Tensor) -> Tensor:
-    """Let hooks find their place, if gradients are computed here and the tensor can have one."""
-    if torch.is_grad_enabled() and (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference():
-        tensor.requires_grad_()
-    return tensor
-
-
-def _hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One number in all places: NaN, or 0 if it is a whole one."""
-    number = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
-    memory = torch.full((), number, dtype=dtype, device=device).untyped_storage()
-    return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, tuple(shape), (0,) * len(shape))
 
 
 def require_known(values: Any, place: str) -> None:
@@ -200,55 +210,41 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             raise sources[0].unknown_origin.refused("the step asks for a number, or for a shape that depends on one, and that")
         if sources and name in GRADIENTS:
             raise sources[0].unknown_origin.refused("the step asks for a gradient, and that")
-        targets += [kept for target in targets for kept in _made_ready(target, _unknown_in((args, kwargs))[0].unknown_origin)]
-        if name in OVERWRITES and not _unknown_in((args[1:], kwargs)) and not (args[0]._is_view() and _need_gradients((args[1:], kwargs))):
-            return _overwritten(func, args, kwargs)
+        targets += [kept for target in targets for kept in _kept_with(target, _unknown_in((args, kwargs))[0].unknown_origin)]
         if name in CHECKED:
             args, kwargs = tree_map_only(Unknown, lambda tensor: torch.full_like(tensor.as_subclass(Tensor), 0.5), (args, kwargs))
-        if not sources:
-            return func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        output = _computed(func, args, kwargs, sources[0].unknown_origin)
-        made = [tensor for tensor in tensors_in(output) if all(tensor is not other for other in given)]
-        for tensor in (*made, *targets):
-            _mark(tensor, sources[0].unknown_origin)
-        _zero_whole_numbers(made, given)
-        if name != "detach" and _need_gradients(given):
-            for tensor in made:
-                _need_gradient(tensor)
+        output = _tried(func, args, kwargs, sources)
+        if name in OVERWRITES and not _unknown_in((args[1:], kwargs)):
+            args[0].__class__ = Tensor
+        elif sources:
+            given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+            made = [tensor for tensor in tensors_in(output) if id(tensor) not in given]
+            for tensor in (*made, *targets):
+                _mark(tensor, sources[0].unknown_origin)
+            _zero_whole_numbers(made, tensors_in((args, kwargs)))
     return output
 
 
-def _overwritten(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Nothing is unknown any more of the first argument."""
-    target = args[0]
-    if target.is_leaf and target.requires_grad:
-        target.requires_grad_(False)
-    target.__class__ = Tensor
-    return func(*args, **kwargs)
-
-
-def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: Origin) -> Any:
-    """Without a graph, which would lead nowhere."""
+def _tried(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: Sequence[Unknown]) -> Any:
     try:
-        with torch.no_grad():
-            return func(*args, **kwargs)
+        return func(*args, **kwargs)
     except Exception as error:
-        error.add_note(f"(this was computed with {origin.name}, of another pipeline stage, in place of which is NaN)")
+        if sources:
+            error.add_note(
+                f"(this was computed with {sources[0].unknown_origin.name}, of another pipeline stage, in place of which is NaN)"
+            )
         raise
 
 
-def _made_ready(target: Tensor, origin: Origin) -> list[Tensor]:
-    """Give memory to what a function is going to write to; and what else has its numbers there.
+def _kept_with(target: Tensor, origin: Origin) -> list[Tensor]:
+    """What else has its numbers where a function writes.
 
     Raises:
         PipelineError: that is a weight, or cannot be told.
     """
     if isinstance(target, Unknown):
-        if isinstance(target, nn.Parameter) or hasattr(target.untyped_storage(), "is_of_a_weight"):
+        if isinstance(target, nn.Parameter) or _is_hollow(target):
             raise origin.refused("the step writes to a weight, and that")
-        if _is_hollow(target):
-            target.data = target.detach().clone()
         return []
     kept = [tensor for tensor in (target._base, origin.home and origin.home.kept_with(target)) if tensor is not None]
     if any(isinstance(tensor, nn.Parameter) for tensor in (target, *kept)):
@@ -260,10 +256,6 @@ def _made_ready(target: Tensor, origin: Origin) -> list[Tensor]:
 
 def _unknown_in(values: Any) -> list[Unknown]:
     return [tensor for tensor in tensors_in(values) if isinstance(tensor, Unknown)]
-
-
-def _need_gradients(values: Any) -> bool:
-    return any(tensor.requires_grad for tensor in tensors_in(values))
 
 
 def _is_hollow(tensor: Unknown) -> bool:

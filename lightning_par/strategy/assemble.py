@@ -28,7 +28,7 @@ from lightning_par.checkpoint import CheckpointError, is_extra
 from lightning_par.checkpoint.source import is_number
 from lightning_par.comm import Mesh
 from lightning_par.context import prepare
-from lightning_par.layout import ParallelLayout, ShardSpec
+from lightning_par.layout import ShardSpec
 from lightning_par.pipeline import Pipeline, Uses
 from lightning_par.strategy.huggingface import Changes, changes
 from lightning_par.strategy.rehearsal import Rehearsal
@@ -78,7 +78,9 @@ def assemble(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Reh
         CheckpointError: no checkpoint could hold a parameter or buffer under the name that it has.
     """
     layout = mesh.layout
-    _mark(module, layout)
+    require_uncut(module)
+    if layout.tp > 1 or layout.pp > 1:
+        setattr(module, _CUT, f"tp={layout.tp} pp={layout.pp}")
     state = _state(module)
     aliases, buffers, left_out = _aliases(module, state)
     if numbers := [name for name in dict.fromkeys((*aliases, *aliases.values())) if is_number(name)]:
@@ -128,8 +130,12 @@ def _pipeline(module: nn.Module, mesh: Mesh, device: torch.device, rehearsal: Re
     return pipeline
 
 
-def _mark(module: nn.Module, layout: ParallelLayout) -> None:
-    """Write on a module that it is about to be cut; refuse one that was."""
+def require_uncut(module: nn.Module) -> None:
+    """Refuse a module that another strategy has cut.
+
+    Raises:
+        RuntimeError: it has.
+    """
     if any(isinstance(param, GuardedParameter) for param in module.parameters()):
         raise RuntimeError(
             f"the weights of {type(module).__name__} are still sharded by an earlier fit with zero=3. Go on with the Trainer that did it "
@@ -140,8 +146,6 @@ def _mark(module: nn.Module, layout: ParallelLayout) -> None:
             f"{type(module).__name__} was cut for {cut} by another strategy, so most of its weights are not here. Go on with the Trainer "
             "that did (it may fit, validate and test in any order), or build a new module and give it the weights by ckpt_path"
         )
-    if layout.tp > 1 or layout.pp > 1:
-        setattr(module, _CUT, f"tp={layout.tp} pp={layout.pp}")
 
 
 _CUT = "_lightning_par_cut"

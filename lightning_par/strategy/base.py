@@ -30,7 +30,7 @@ from lightning_par.numerics import seed_streams
 from lightning_par.pipeline import PipelineError
 from lightning_par.precision import ParallelPrecision
 from lightning_par.strategy import seams, state
-from lightning_par.strategy.assemble import Assembled, assemble
+from lightning_par.strategy.assemble import Assembled, assemble, require_uncut
 from lightning_par.strategy.epoch_ends import last_stage_speaks
 from lightning_par.strategy.facts import model_facts
 from lightning_par.strategy.frozen import empty_optimizers, require_parameters
@@ -186,6 +186,8 @@ class HybridParallelStrategy(ParallelStrategy):
     def _check(self, trainer: pl.Trainer, data: object) -> None:
         """Before any process starts: every rule of the layout, and what a LightningModule must not do under it."""
         module = self.lightning_module
+        if module is not None and self._is_whole(module):
+            require_uncut(module)
         facts = model_facts(module, data) if module is not None else None
         if facts is not None and not self._fits(trainer):  # evaluation takes fewer micro-batches where a batch is small
             facts = replace(facts, batch=None)

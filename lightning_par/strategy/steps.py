@@ -14,6 +14,7 @@ withheld, because Lightning calls zero_grad between ``training_step`` and ``back
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class StepRunner:
         self.module, self.mesh, self.pipeline, self.device = module, mesh, pipeline, device
         self.agreement = Agreement(module.trainer, mesh, device)
         self._ring: RingAttention | None = None
+        self._has_warned = False
         self._verified: set[str] = set()  # steps that were seen to be right on a shard
 
     def train(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,6 +121,8 @@ class StepRunner:
                 split = not data_parallel.kept.frees_values
                 self.pipeline.forward_backward(forward, signatures, split=split, quiet=data_parallel.may_add)
         doubts = self._doubts(watch, pieces, samples, losses) if losses else []
+        if losses and len(pieces) > 1 and not watch.has_seen:
+            self._warn_of_own_loss()
         shares = [piece.share for piece in pieces[: len(losses)]]
         value = self.agreement.reach(
             log, losses, shares, samples, last=self._is_last_batch, more=any(others), doubts=doubts
@@ -231,6 +235,12 @@ class StepRunner:
             found.append(Doubt(watch.adds_up(losses, sizes).to(self.device), _sum_error))
         return found
 
+    def _warn_of_own_loss(self) -> None:
+        """Once, on the last stage, where losses are."""
+        if not self._has_warned and self.mesh.dp.index == 0:
+            warnings.warn(_OWN_LOSS, stacklevel=2)
+        self._has_warned = True
+
     def _loss_of(self, output: Any) -> Tensor | None:
         if not isinstance(output, Mapping):
             return output
@@ -242,9 +252,16 @@ class StepRunner:
         return output.get("loss")
 
 
+_OWN_LOSS = (
+    "training_step computes its loss by no loss function of torch's that averages (F.cross_entropy, F.mse_loss). A pipeline takes it for "
+    "a mean over the samples, or labels, of a micro-batch, and adds micro-batches up by how many they have. If it is none (a sum, a mean "
+    "over a mask, a root, pairs within the batch), set microbatches=1"
+)
+
+
 def _sum_error() -> ValueError:
     return ValueError(
-        "training_step's loss is a multiple of a summed cross entropy (reduction='sum'): that of a batch is the sum over its "
+        "training_step's loss is a sum (reduction='sum'), or a multiple of one: that of a batch is the sum over its "
         "micro-batches, which a pipeline takes for means. Return a mean over the samples or the labels that count, or set microbatches=1"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,6 +162,24 @@ class Two(Net):
         return F.cross_entropy(logits, y) + F.cross_entropy(logits, y.where(torch.arange(len(y)) % 3 > 0, -100))
 
 
+class SquaredSum(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0])[:, 0], batch[1].double(), reduction="sum")
+
+
+class Masked(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        mask = batch[1] > 0
+        return F.mse_loss(self(batch[0])[mask, 0], batch[1][mask].double())
+
+
+class OwnLoss(Net):
+    """That is a mean, which nobody can know."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0]).square().mean()
+
+
 class ClassWeights(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch, weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
@@ -186,7 +205,9 @@ class EverySecond(Net):
         (OwnLogger, data, r"self.logger.log_metrics in a step under a pipeline.*on_train_batch_end"),
         (InLayerMetric, data, "the metric layers.0.0.mean is updated on a pipeline stage before the last"),
         (OnOneRank, data, "in on_train_epoch_end only some pipeline ranks have logged on_train_epoch_end.mine"),
-        (Sum, data, "multiple of a summed cross entropy"),
+        (Sum, data, r"loss is a sum \(reduction='sum'\), or a multiple of one"),
+        (SquaredSum, data, r"loss is a sum \(reduction='sum'\), or a multiple of one"),
+        (Masked, data, r"average over \[\d+, \d+\] targets"),
         (Two, partial(data, None, 7), "have no common weight"),
         (ClassWeights, data, "class weights, have no common weight"),
         (Validated, partial(data, 13), r"average over \[2, 3\] targets"),
@@ -199,6 +220,8 @@ class EverySecond(Net):
         "metric in a layer",
         "log on one rank",
         "sum",
+        "sum of squares",
+        "mean over a mask",
         "two",
         "class weights",
         "ignored in a later batch",
@@ -209,6 +232,19 @@ class EverySecond(Net):
 def test_what_micro_batches_would_make_another_number_of_is_refused(build: Any, loaders: Any, why: str, tmp_path: Path) -> None:
     with pytest.raises(WorldError, match=why):
         world(build, loaders=loaders, logger=CSVLogger(tmp_path))
+
+
+def _fit_warned(build: Any, layout: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(build, HybridParallelStrategy(**layout), 2)
+    return [str(warning.message) for warning in caught if "no loss function of torch's" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("build", "layout", "count"), [(OwnLoss, {}, 1), (OwnLoss, {"microbatches": 1}, 0), (Net, {}, 0)])
+def test_a_loss_that_nobody_knows_is_taken_for_a_mean_with_a_warning(build: Any, layout: dict[str, Any], count: int) -> None:
+    told = run_world(_fit_warned, 2, build, {"pp": 2} | layout)
+    assert [len(messages) for messages in told] == [0, count]
 
 
 class OwnMean(Net):

@@ -164,6 +164,13 @@ def test_embeddings_that_work_by_the_tokens_of_a_whole_batch_are_refused(option:
         Trainer(devices=4 if "pp" in layout else 2, strategy=HybridParallelStrategy(**layout)).fit(model, token_loader(4))
 
 
+def test_a_module_that_another_trainer_has_cut_is_refused_as_such() -> None:
+    model = TinyGPT(layers=2)
+    model._lightning_par_cut = "tp=1 pp=2"
+    with pytest.raises(RuntimeError, match=r"TinyGPT was cut for tp=1 pp=2 by another strategy.*Go on with the Trainer that did"):
+        Trainer(devices=2, strategy=HybridParallelStrategy(pp=2)).test(model, token_loader(4))
+
+
 class Thawing(BaseFinetuning):
     """One of the user's own, that adds no param groups."""
 
