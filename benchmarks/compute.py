@@ -3,7 +3,7 @@
 Both pipelines cut the same decoder into the same stages and train it with the same optimizer on the same micro-batches of one sequence
 each; ``*_balanced`` takes the cut that ``balance="flops"`` chooses, ``*_default`` what ``pp=2`` alone gives: the cut by parameters, one
 micro-batch a stage. Ranks and cores are equally many, so that a wait is a wait. What a step takes of DDP's on the tiny model is what it
-costs to run a model in so many pieces.
+costs to run a model in so many pieces; ``alone`` does that and nothing else, so no pipeline can take less.
 """
 
 from __future__ import annotations
@@ -112,8 +112,31 @@ def torchs(context: Context, *, schedule: str) -> Built:
     return Built(step)
 
 
+def alone(context: Context) -> Built:
+    """This rank's half of the model on every micro-batch, forward and backward, with nothing sent and nobody waited for."""
+    model = context.model()
+    each = len(model.layers) // context.world
+    part = Part(model, range(context.rank * each, (context.rank + 1) * each))
+    optimizer = context.optimizer(part)
+
+    def step(i: int) -> Tensor:
+        for tokens, targets in zip(*(whole.chunk(MICROBATCHES) for whole in global_batch(context.size, i)), strict=True):
+            hidden = torch.ones(*tokens.shape, model.config.hidden, requires_grad=True)
+            output = part(hidden if part.embed is None else tokens)
+            if part.head is None:
+                output.backward(torch.ones_like(output))
+            else:
+                (next_token_loss(output, targets) / MICROBATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return torch.tensor(torch.nan)  # of a model whose halves do not meet
+
+    return Built(step)
+
+
 VARIANTS = {
     "ddp": Variant(peers.ddp),
+    "alone": Variant(alone),
     "ours_1f1b": Variant(partial(ours, schedule="1f1b", microbatches=MICROBATCHES)),
     "torch_1f1b": Variant(partial(torchs, schedule="1f1b")),
     "ours_interleaved": Variant(partial(ours, schedule="interleaved_1f1b", microbatches=MICROBATCHES)),
