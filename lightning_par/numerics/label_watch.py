@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -42,6 +43,8 @@ class LabelWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[list[Reduced]] = []
+        self.nodes: list[Node] = []
+        """Where the graphs of means end. They hold those graphs: who has looked clears them."""
 
     def next_piece(self) -> None:
         """What is computed from now on belongs to another piece of the batch."""
@@ -56,6 +59,8 @@ class LabelWatch(TorchFunctionMode):
         is_of_classes = func in ENTROPIES and not said["target"].is_floating_point()
         targets = _classes(said) if is_of_classes else torch.full((), said["input"].numel(), device=value.device)
         is_sum = said.get("reduction", "mean") == "sum"
+        if not is_sum and value.grad_fn is not None:
+            self.nodes.append(value.grad_fn)
         self.pieces[-1].append(Reduced(value.detach().double(), targets.double(), is_sum, is_of_classes))
         return value
 

@@ -1,6 +1,7 @@
 """Level 3. Pipeline parallelism: schedules as data, and an engine that runs them on an unmodified forward."""
 
 from lightning_par.pipeline.aside import aside, unchanged
+from lightning_par.pipeline.backward import children_first
 from lightning_par.pipeline.draw import draw
 from lightning_par.pipeline.engine import Pipeline
 from lightning_par.pipeline.errors import PipelineError
@@ -27,6 +28,7 @@ __all__ = [
     "Unknown",
     "Uses",
     "aside",
+    "children_first",
     "draw",
     "dry_run",
     "find_layers",

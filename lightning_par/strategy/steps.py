@@ -31,6 +31,7 @@ from lightning_par.pipeline import Pipeline, require_known
 from lightning_par.strategy import seams
 from lightning_par.strategy.agree import Agreement, Doubt
 from lightning_par.strategy.logs import recording
+from lightning_par.strategy.means import require_straight
 from lightning_par.strategy.pieces import Handout, join, microbatches, signature, sizes_of
 from lightning_par.zero import DataParallel
 
@@ -56,7 +57,7 @@ class StepRunner:
         self.module, self.mesh, self.pipeline, self.device = module, mesh, pipeline, device
         self.agreement = Agreement(module.trainer, mesh, device)
         self._ring: RingAttention | None = None
-        self._has_warned = False
+        self._has_looked = False  # at how a loss is made
         self._verified: set[str] = set()  # steps that were seen to be right on a shard
 
     def train(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,6 +113,9 @@ class StepRunner:
                 loss = self._loss_of(output)
                 if loss is None:
                     raise RuntimeError("training_step returned no loss: under a pipeline a batch cannot be skipped")
+                if len(pieces) > 1 and not self._has_looked and isinstance(loss, Tensor):
+                    require_straight(loss, watch.nodes)
+                watch.nodes.clear()
                 losses.append(loss.detach())
                 others.append({key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {})
                 return scaled(loss * pieces[m].share.to(loss.dtype))
@@ -121,8 +125,10 @@ class StepRunner:
                 split = not data_parallel.kept.frees_values
                 self.pipeline.forward_backward(forward, signatures, split=split, quiet=data_parallel.may_add)
         doubts = self._doubts(watch, pieces, samples, losses) if losses else []
-        if losses and len(pieces) > 1 and not watch.has_seen:
-            self._warn_of_own_loss()
+        if losses and len(pieces) > 1 and not self._has_looked:
+            self._has_looked = True
+            if not watch.has_seen and self.mesh.dp.index == 0:
+                warnings.warn(_OWN_LOSS, stacklevel=2)
         shares = [piece.share for piece in pieces[: len(losses)]]
         value = self.agreement.reach(
             log, losses, shares, samples, last=self._is_last_batch, more=any(others), doubts=doubts
@@ -234,12 +240,6 @@ class StepRunner:
         if losses:
             found.append(Doubt(watch.adds_up(losses, sizes).to(self.device), _sum_error))
         return found
-
-    def _warn_of_own_loss(self) -> None:
-        """Once, on the last stage, where losses are."""
-        if not self._has_warned and self.mesh.dp.index == 0:
-            warnings.warn(_OWN_LOSS, stacklevel=2)
-        self._has_warned = True
 
     def _loss_of(self, output: Any) -> Tensor | None:
         if not isinstance(output, Mapping):

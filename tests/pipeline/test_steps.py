@@ -173,6 +173,11 @@ class Masked(Net):
         return F.mse_loss(self(batch[0])[mask, 0], batch[1][mask].double())
 
 
+class Root(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch).sqrt()
+
+
 class OwnLoss(Net):
     """That is a mean, which nobody can know."""
 
@@ -208,6 +213,7 @@ class EverySecond(Net):
         (Sum, data, r"loss is a sum \(reduction='sum'\), or a multiple of one"),
         (SquaredSum, data, r"loss is a sum \(reduction='sum'\), or a multiple of one"),
         (Masked, data, r"average over \[\d+, \d+\] targets"),
+        (Root, data, r"loss is sqrt\(\.\.\.\) of a mean"),
         (Two, partial(data, None, 7), "have no common weight"),
         (ClassWeights, data, "class weights, have no common weight"),
         (Validated, partial(data, 13), r"average over \[2, 3\] targets"),
@@ -222,6 +228,7 @@ class EverySecond(Net):
         "sum",
         "sum of squares",
         "mean over a mask",
+        "root",
         "two",
         "class weights",
         "ignored in a later batch",
