@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import yaml
@@ -185,17 +186,17 @@ def test_module_and_data_of_ones_own_are_found_in_the_folder_where_the_command_s
         (tmp_path / "cfg" / group / "mine.yaml").write_text(f"_target_: mine.{kind}\n")
     script = Path(sys.executable).parent / "lightning-par"
     options = "model=mine data=mine logger=csv parallel.pp=2 trainer.devices=2 trainer.max_steps=3 trainer.accelerator=cpu"
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    done = subprocess.run(
-        [script, "train", "--config-dir", "cfg", *options.split()],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(scratch)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    with TemporaryDirectory() as scratch:  # sockets in it must have short names
+        done = subprocess.run(
+            [script, "train", "--config-dir", "cfg", *options.split()],
+            cwd=tmp_path,
+            env=os.environ | {"TMPDIR": scratch},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        left = [*Path(scratch).glob("*elastic*"), *Path(scratch).glob("lightning_par*")]
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Trained to step 3." in done.stdout
-    assert not list(scratch.glob("*elastic*")) + list(scratch.glob("lightning_par*"))
+    assert not left
