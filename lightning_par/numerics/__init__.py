@@ -1,7 +1,6 @@
 """Level 2. Numbers that must not depend on the layout: the weight of a loss, its scale, the norm of a gradient."""
 
 from lightning_par.numerics.grad_norm import GradientShard, clip_by_norm, clip_by_value, total_norm
-from lightning_par.numerics.label_watch import LabelWatch
 from lightning_par.numerics.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -10,6 +9,7 @@ from lightning_par.numerics.loss_scale import (
     StaticLossScale,
     named_loss_scale,
 )
+from lightning_par.numerics.loss_watch import LossWatch
 from lightning_par.numerics.loss_weight import IGNORED_LABEL, loss_weight
 from lightning_par.numerics.overflow import overflowed
 from lightning_par.numerics.samples import Array, are_samples, batch_size, children, with_children
@@ -22,8 +22,8 @@ __all__ = [
     "Array",
     "DynamicLossScale",
     "GradientShard",
-    "LabelWatch",
     "LossScale",
+    "LossWatch",
     "MicrobatchStreams",
     "MinimumReachedError",
     "ScaleState",

@@ -361,6 +361,11 @@ class StageLayers(nn.ModuleList):
         return self._now is not None
 
     @property
+    def ends_here(self) -> bool:
+        """Whether the stage that is active is the last."""
+        return self._now is not None and not self._now.exits
+
+    @property
     def device(self) -> torch.device:
         """Where this rank's layers run."""
         where = (parameter.device for part in self._modules.values() for parameter in part.parameters())

@@ -96,6 +96,17 @@ class Agreement:
         self.more = options[LOSS]["more"]
         return values[LOSS]
 
+    def all(self, mine: bool) -> bool:
+        """Whether all ranks say so. All ranks call."""
+        said = torch.tensor(float(mine), device=self.device)
+        self.mesh.batch.all_reduce(said, "min")
+        return bool(said.item())
+
+    def settle(self, doubts: Sequence[Doubt]) -> None:
+        """Raise on every rank, if there is one, the error of a doubt of the last stage. All ranks call."""
+        if not self.all(not any(doubt.is_so for doubt in doubts)):
+            raise self._trouble(doubts)
+
     def _fill(self, cells: Tensor, key: float, mine: dict[str, Logged], samples: int | None) -> None:
         """Three cells for each name: what is added up, what the sum is divided by, and what the user said of its batch's size."""
         if len(mine) > NAMES:

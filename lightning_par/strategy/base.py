@@ -348,6 +348,7 @@ class HybridParallelStrategy(ParallelStrategy):
         if self._part.pipeline is None:
             return self.runner.train(step, context, args, kwargs)
         trainer, data_parallel = self.lightning_module.trainer, self.data_parallel
+        self._try_parts(step, context, args, kwargs)
         if seams.zeroes_gradients(trainer, self._batch_idx):
             data_parallel.clear()
         data_parallel.loss_scale = self.precision_plugin.loss_scale
@@ -420,10 +421,16 @@ class HybridParallelStrategy(ParallelStrategy):
 
     def _evaluate(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._buffers.broadcast()
+        if not seams.predicts(self.lightning_module):
+            self._try_parts(step, context, args, kwargs)
         output = self.runner.evaluate(step, context, args, kwargs)
         if self._data_parallel is not None:
             self._data_parallel.end_pass()
         return output
+
+    def _try_parts(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.runner.try_parts(step, context, args, kwargs) and self._data_parallel is not None:
+            self._data_parallel.end_pass()
 
     @property
     def data_parallel(self) -> DataParallel:

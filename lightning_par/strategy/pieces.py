@@ -14,6 +14,7 @@ import copy
 from collections import Counter
 from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Number
 from typing import Any
@@ -31,6 +32,14 @@ PLAIN = (str, bytes, Number, Enum, np.generic, type, type(None), torch.dtype, to
 """No data of single samples."""
 
 
+@dataclass(frozen=True)
+class Piece:
+    """One part of a batch, and its share of the batch's weight (a 0-dim float64 tensor)."""
+
+    batch: Any
+    share: Tensor
+
+
 def microbatches(batch: Any, count: int) -> list[Any]:
     """``batch`` as ``count`` batches of nearly equal size: every tensor, array and list of samples as long as the batch is cut.
 
@@ -41,8 +50,13 @@ def microbatches(batch: Any, count: int) -> list[Any]:
     """
     if count == 1:
         return [batch]
+    return samples_at(batch, split(batch_size(batch), count))
+
+
+def samples_at(batch: Any, spans: Sequence[Span]) -> list[Any]:
+    """These samples of ``batch``, as ``microbatches``."""
     size = batch_size(batch)
-    return [_take(batch, span, size, "batch", is_top=True) for span in split(size, count)]
+    return [_take(batch, span, size, "batch", is_top=True) for span in spans]
 
 
 def sizes_of(samples: int, count: int) -> list[int]:
@@ -63,7 +77,7 @@ def signature(batch: Any) -> Hashable:
 
 def _take(value: Any, span: Span, size: int, name: str, *, is_top: bool = False) -> Any:
     if isinstance(value, Array):
-        return value[span.slice()] if value.ndim and len(value) == size else value
+        return _apart(value[span.slice()]) if value.ndim and len(value) == size else value
     if isinstance(value, PLAIN):
         return value
     parts = children(value) if not isinstance(value, PackedSequence) else None
@@ -77,6 +91,11 @@ def _take(value: Any, span: Span, size: int, name: str, *, is_top: bool = False)
         f"{name} is a {type(value).__name__}, and a pipeline cannot tell how to cut it into micro-batches. Give tensors, NumPy arrays, "
         "dicts, dataclasses, or lists with one item for each sample; or use microbatches=1"
     )
+
+
+def _apart(piece: Any) -> Any:
+    """A piece of an array whose changes in place are not taken for those of other pieces."""
+    return piece.data if isinstance(piece, Tensor) and not piece.requires_grad else piece
 
 
 class Handout:
@@ -100,7 +119,7 @@ class Handout:
         tensors = dict(_tensors(self._pieces[m], "batch")) if self._done[m] < self._runs else {}
         before = {name: _changes(tensor) for name, tensor in tensors.items()}
         try:
-            yield _own(self._pieces[m])
+            yield own(self._pieces[m])
         except StageExit:
             if changed := [name for name, tensor in tensors.items() if _changes(tensor) != before[name]]:
                 raise PipelineError(
@@ -115,8 +134,8 @@ def _changes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _own(value: Any) -> Any:
-    """The same in other containers."""
+def own(value: Any) -> Any:
+    """The same in other containers; without gradients, with other tensors."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Tensor):
@@ -124,12 +143,12 @@ def _own(value: Any) -> Any:
     if isinstance(value, MutableMapping):
         other = copy.copy(value)
         for key, part in list(children(value).items()):
-            other[key] = _own(part)
+            other[key] = own(part)
         return other
     if type(value) in (list, tuple):
-        return type(value)(_own(item) for item in value)
+        return type(value)(own(item) for item in value)
     parts = children(value) if not isinstance(value, PackedSequence) else None
-    return value if parts is None else with_children(value, {key: _own(part) for key, part in parts.items()})
+    return value if parts is None else with_children(value, {key: own(part) for key, part in parts.items()})
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,24 +25,18 @@ from torch import Tensor
 
 from lightning_par.comm import Mesh
 from lightning_par.context import RingAttention, ShardedBatch, ring_attention, shard_batch, verify_step
-from lightning_par.numerics import IGNORED_LABEL, LabelWatch, batch_size, loss_weight
+from lightning_par.layout import Span, split
+from lightning_par.numerics import IGNORED_LABEL, LossWatch, batch_size, loss_weight
 from lightning_par.pipeline import Pipeline, require_known
 from lightning_par.strategy import seams
 from lightning_par.strategy.agree import Agreement, Doubt
 from lightning_par.strategy.logs import recording
 from lightning_par.strategy.means import require_straight
-from lightning_par.strategy.pieces import Handout, join, microbatches, signature, sizes_of
+from lightning_par.strategy.pieces import Handout, Piece, join, microbatches, own, samples_at, signature, sizes_of
+from lightning_par.strategy.trial import Trial, log_warning, loss_error, precision_of, trying
 from lightning_par.zero import DataParallel
 
 Step = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One part of a batch, and its share of the batch's weight (a 0-dim float64 tensor)."""
-
-    batch: Any
-    share: Tensor
 
 
 class StepRunner:
@@ -58,6 +51,8 @@ class StepRunner:
         self.agreement = Agreement(module.trainer, mesh, device)
         self._ring: RingAttention | None = None
         self._has_looked = False  # at how a loss is made
+        self._is_mean = False  # the loss was seen to be one
+        self._tried: set[str] = set()  # steps, see Note [What a pipeline takes for a mean]
         self._verified: set[str] = set()  # steps that were seen to be right on a shard
 
     def train(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,7 +95,7 @@ class StepRunner:
         pieces = self._pieces(args[0], self._count(samples))
         losses: list[Tensor] = []
         others: list[dict[str, Any]] = []
-        watch, handout = LabelWatch(), self._handout(pieces)
+        watch, handout = LossWatch(), self._handout(pieces)
 
         with recording(self.module, self.device, deferred=True) as log:
 
@@ -127,7 +122,7 @@ class StepRunner:
         doubts = self._doubts(watch, pieces, samples, losses) if losses else []
         if losses and len(pieces) > 1 and not self._has_looked:
             self._has_looked = True
-            if not watch.has_seen and self.mesh.dp.index == 0:
+            if not self._is_mean and not watch.has_seen and self._tells:
                 warnings.warn(_OWN_LOSS, stacklevel=2)
         shares = [piece.share for piece in pieces[: len(losses)]]
         value = self.agreement.reach(
@@ -147,7 +142,7 @@ class StepRunner:
         samples = self._samples(args[0]) if self.pipeline else None
         pieces = self._pieces(args[0], self._count(samples) if self.pipeline else 1)
         outputs: list[Any] = []
-        watch, handout = LabelWatch(), self._handout(pieces)
+        watch, handout = LossWatch(), self._handout(pieces)
         with recording(self.module, self.device, deferred=self.pipeline is not None) as log, self.attention():
 
             def forward(m: int) -> None:
@@ -176,6 +171,69 @@ class StepRunner:
         else:  # micro-batches were joined: one value of this shard
             value = self.agreement.reach(log, [outputs[0]], [sum(piece.share for piece in pieces)], samples, doubts=doubts)
         return value.to(outputs[0]).reshape(outputs[0].shape)
+
+    def try_parts(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Before a step's first batch: look whether a pipeline may cut it. All ranks call. Whether the module ran.
+
+        See Note [What a pipeline takes for a mean] in ``trial``.
+
+        Raises:
+            ValueError: on every rank, if the loss is no mean.
+        """
+        if self.pipeline is None or self.mesh.layout.microbatches == 1 or step.__name__ in self._tried:
+            return False
+        self._tried.add(step.__name__)
+        samples = self._samples(args[0])
+        if not self.agreement.all(self._count(samples) > 1):
+            return False
+        most = max(2, sizes_of(samples, self._count(samples))[0])
+        first, second = split(most, 2)
+        whole, *halves = samples_at(args[0], [Span(0, most), first, second])
+        trial = Trial((first.size, second.size), [*self._shared_out(whole, halves), *2 * self._shared_out(whole, [whole])])
+        self._run(trial, step, context, args, kwargs)
+        doubts = self._doubts(trial.watch, trial.pieces[:2], most, trial.losses[:2]) if trial.losses else []
+        if self.pipeline.is_last:
+            loss = trial.loss(self.mesh.cp)
+            if (is_mean := loss.is_combined(trial.precision)) is not None:
+                self._is_mean = is_mean
+                doubts.append(Doubt(torch.tensor(not is_mean), lambda: loss_error(loss, trial.sizes)))
+        self.agreement.settle(doubts)
+        if self._tells and self.mesh.cp.size == 1 and (wrong := [one for one in trial.logged if one.is_combined(trial.precision) is False]):
+            warnings.warn(log_warning(step.__name__, wrong, trial.sizes), stacklevel=2)
+        return True
+
+    def _run(
+        self, trial: Trial, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        trains = torch.is_grad_enabled()
+        with torch.no_grad():
+            handout = self._handout([Piece(own(piece.batch), piece.share) for piece in trial.pieces])
+
+        def forward(m: int) -> None:
+            trial.watch.next_piece()
+            watching = trial.watch if m < 2 and self.pipeline.layers.ends_here else nullcontext()
+            with recording(self.module, self.device, deferred=True) as log, context(), watching, handout.piece(m) as batch:
+                log.real, log.weight = _nothing, trial.pieces[m].share
+                try:
+                    with torch.set_grad_enabled(trains):  # steps may ask for gradients of their own
+                        output = step(batch, *args[1:], **kwargs)
+                    require_known(output, f"what {step.__name__} returns")
+                    loss = self._loss_of(output) if step.__name__ == "training_step" else None
+                except Exception as error:
+                    if self.pipeline.layers.ends_here:
+                        return  # the step itself will meet it, unless it is for the modes of modules
+                    error.add_note(f"this came up as {step.__name__} was tried in evaluation mode, to see whether a pipeline may cut it")
+                    raise
+                trial.watch.nodes.clear()
+                trial.note(loss, log.logged, precision_of(self.module, self.device))
+
+        with trying(self.module), self.attention():
+            self.pipeline.forward_only(forward, [(f"{step.__name__} tried", signature(piece.batch)) for piece in trial.pieces])
+
+    @property
+    def _tells(self) -> bool:
+        """Whether this rank warns of what the last stage sees."""
+        return self.pipeline.is_last and self.mesh.data.index == self.mesh.tp.index == 0
 
     def rehearse(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step on the first piece that a pipeline would cut from a batch: what it returned. Nothing is logged."""
@@ -206,7 +264,10 @@ class StepRunner:
         """This rank's pieces, and their shares of the whole batch's weight."""
         if count == 1 and self.mesh.cp.size == 1:
             return [Piece(batch, torch.ones((), dtype=torch.float64, device=self.device))]
-        parts = microbatches(batch, count)
+        return self._shared_out(batch, microbatches(batch, count))
+
+    def _shared_out(self, batch: Any, parts: list[Any]) -> list[Piece]:
+        """This rank's pieces of parts of a batch."""
         if self.mesh.cp.size > 1:
             cut = [shard_batch(part, self.mesh.cp) for part in parts]
             parts = [part for part, _ in cut]
@@ -231,7 +292,7 @@ class StepRunner:
         shared = self.mesh.pp.broadcast_object(onto_host, self.mesh.layout.loss_index)
         return apply_to_collection(shared, Tensor, lambda tensor: tensor.to(self.device))
 
-    def _doubts(self, watch: LabelWatch, pieces: list[Piece], samples: int | None, losses: list[Tensor] | None = None) -> list[Doubt]:
+    def _doubts(self, watch: LossWatch, pieces: list[Piece], samples: int | None, losses: list[Tensor] | None = None) -> list[Doubt]:
         """What would be wrong if the micro-batches of a step were put together with their shares."""
         if len(pieces) == 1 or samples is None or self.mesh.cp.size > 1:
             return []
@@ -275,6 +336,10 @@ def _weight(batch: Any, *, tokens: bool = False) -> Tensor:
         if not isinstance(labels, Tensor) or labels.shape != ids.shape or labels.is_floating_point():
             return torch.tensor(float(ids.numel()), dtype=torch.float64)
     return loss_weight(batch)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Logs nothing."""
 
 
 class _Dressed(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from lightning_par import HybridParallelStrategy
+from lightning_par.strategy.steps import StepRunner
 from tests.harness import WorldError, run_world
 from tests.harness.models import QUIET
 
@@ -178,11 +180,35 @@ class Root(Net):
         return self.loss(batch).sqrt()
 
 
-class OwnLoss(Net):
-    """That is a mean, which nobody can know."""
+class Contrastive(Net):
+    """Samples are to be unlike the others of the batch."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self(batch[0]).square().mean()
+        out = F.normalize(self(batch[0]), dim=-1)
+        return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+class OwnSum(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0]).square().sum()
+
+
+class OwnLoss(Net):
+    """A mean, which shows itself as it is tried, in spite of dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.dropout(self(batch[0])).square().mean()
+
+
+class Denoised(Net):
+    """A mean, which nobody can know, since no two runs are alike."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0] + torch.randn_like(batch[0])).square().mean()
 
 
 class ClassWeights(Net):
@@ -213,8 +239,11 @@ class EverySecond(Net):
         (Sum, data, r"loss is a sum \(reduction='sum'\), or a multiple of one"),
         (SquaredSum, data, r"loss is a sum \(reduction='sum'\), or a multiple of one"),
         (Masked, data, r"average over \[\d+, \d+\] targets"),
-        (Root, data, r"loss is sqrt\(\.\.\.\) of a mean"),
-        (Two, partial(data, None, 7), "have no common weight"),
+        (Root, data, r"of the first 2 and that of the other 1 make [0-9.]+ in a pipeline"),
+        (Two, partial(data, None, 7), "in a pipeline"),
+        (Contrastive, data, r"a loss over pairs within the batch"),
+        (Contrastive, partial(data, None, 2), r"loss for 2 samples of a batch is"),
+        (OwnSum, data, r"loss for 3 samples of a batch is"),
         (ClassWeights, data, "class weights, have no common weight"),
         (Validated, partial(data, 13), r"average over \[2, 3\] targets"),
         (Validated, partial(_both, None, 13), r"evaluate(?s:.*)average over \[2, 3\] targets"),
@@ -230,6 +259,9 @@ class EverySecond(Net):
         "mean over a mask",
         "root",
         "two",
+        "pairs",
+        "pairs of one sample each",
+        "sum by hand",
         "class weights",
         "ignored in a later batch",
         "ignored in validation",
@@ -248,7 +280,9 @@ def _fit_warned(build: Any, layout: dict[str, Any]) -> list[str]:
     return [str(warning.message) for warning in caught if "no loss function of torch's" in str(warning.message)]
 
 
-@pytest.mark.parametrize(("build", "layout", "count"), [(OwnLoss, {}, 1), (OwnLoss, {"microbatches": 1}, 0), (Net, {}, 0)])
+@pytest.mark.parametrize(
+    ("build", "layout", "count"), [(Denoised, {}, 1), (Denoised, {"microbatches": 1}, 0), (OwnLoss, {}, 0), (Net, {}, 0)]
+)
 def test_a_loss_that_nobody_knows_is_taken_for_a_mean_with_a_warning(build: Any, layout: dict[str, Any], count: int) -> None:
     told = run_world(_fit_warned, 2, build, {"pp": 2} | layout)
     assert [len(messages) for messages in told] == [0, count]
@@ -476,3 +510,67 @@ def test_tensors_changed_in_place_are_right_where_no_other_run_sees_them(build: 
     for seen, logged in world(build, layout, loaders=_both):
         assert seen == [pytest.approx(one, abs=1e-12) for one in want]
         assert logged == pytest.approx(metrics, abs=1e-6)
+
+
+class Logging(Net):
+    """Logs what is a mean, what adds up, what is another each time, and what is no mean."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log_dict({"loss": loss, "noise": torch.rand(()), "perplexity": loss.exp(), "rate": 0.1})
+        self.log("samples", float(len(batch[0])), reduce_fx="sum")
+        self.log("size", float(len(batch[0])))
+        self.log("largest", batch[0].max(), reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.log("right", (logits.argmax(-1) == batch[1]).sum().double())
+        self.log("val_loss", F.cross_entropy(logits, batch[1]))
+
+
+def _logged(layout: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Logging, HybridParallelStrategy(**layout), 2, _both)
+    return [str(warning.message) for warning in caught if "A pipeline logs the mean over micro-batches" in str(warning.message)]
+
+
+def test_logged_values_that_are_no_means_are_told_by_name() -> None:
+    nothing, told = run_world(_logged, 2, {"pp": 2})
+    assert not nothing
+    assert [re.findall(r"self\.log\('(\w+)'", message) for message in told] == [["perplexity", "size"], ["right"]]
+    assert run_world(_logged, 2, {"pp": 2, "microbatches": 1}) == [[], []]
+
+
+class Counting(Net):
+    """Counts its steps, keeps metrics and a generator, draws at random, changes its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.metric, self.dropout, self.generator, self.losses = MeanMetric(), nn.Dropout(), torch.Generator(), []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        self.steps += 1
+        batch[0].add_(torch.randn(batch[0].shape, generator=self.generator, dtype=torch.float64))
+        loss = F.cross_entropy(self.dropout(self(batch[0])), batch[1])
+        self.metric.update(loss.detach())
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        counts = int(self.steps), len(self.losses), self.metric.update_count
+        self.seen.append((*counts, torch.rand(()).item(), outputs["loss"].item(), batch[0].sum().item()))
+
+
+def _counted(tries: bool) -> Any:
+    if not tries:
+        StepRunner.try_parts = lambda *_: False
+    return fit(Counting, HybridParallelStrategy(pp=2), 2)[0]
+
+
+def test_a_trial_leaves_nothing_behind() -> None:
+    tried, untried = (run_world(_counted, 2, tries) for tries in (True, False))
+    assert tried == untried
+    assert [step[:3] for step in tried[1]] == [(n, n, n) for n in (2, 4, 6, 8)]

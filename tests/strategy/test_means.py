@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_par.numerics import LabelWatch
+from lightning_par.numerics import LossWatch
 from lightning_par.strategy.means import bent_by, require_straight
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
 Y = torch.tensor([0, 2, 1, 1])
 
 
-def seen(make: Callable[[], Tensor]) -> tuple[Tensor, LabelWatch]:
-    watch = LabelWatch()
+def seen(make: Callable[[], Tensor]) -> tuple[Tensor, LossWatch]:
+    watch = LossWatch()
     watch.next_piece()
     with watch:
         return make(), watch

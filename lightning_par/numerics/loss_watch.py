@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,6 @@ from typing_extensions import override
 
 from lightning_par.numerics.loss_weight import IGNORED_LABEL
 
-PARAMETERS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-"""Of ``F.cross_entropy`` and ``F.nll_loss`` alike, in order."""
-
 ENTROPIES = frozenset({F.cross_entropy, F.nll_loss})
 
 REDUCED = ENTROPIES | {
@@ -25,6 +23,8 @@ REDUCED = ENTROPIES | {
     *(F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss),
 }
 """Losses that average over what they are given, or add it up."""
+
+SIGNATURES = {function: inspect.signature(function) for function in REDUCED}
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Reduced:
     is_of_classes: bool = True
 
 
-class LabelWatch(TorchFunctionMode):
+class LossWatch(TorchFunctionMode):
     """Sees every loss of torch's inside the block that is a mean or a sum: a list for each of ``pieces``. Waits for no device."""
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class LabelWatch(TorchFunctionMode):
         value = func(*args, **(kwargs or {}))
         if not self.pieces or func not in REDUCED or value.dim() > 0:
             return value
-        said = dict(zip(PARAMETERS if func in ENTROPIES else PARAMETERS[:2], args, strict=False)) | (kwargs or {})
+        said = SIGNATURES[func].bind(*args, **(kwargs or {})).arguments
         is_of_classes = func in ENTROPIES and not said["target"].is_floating_point()
         targets = _classes(said) if is_of_classes else torch.full((), said["input"].numel(), device=value.device)
-        is_sum = said.get("reduction", "mean") == "sum"
+        is_sum = said.get("reduction", "mean") == "sum" or said.get("size_average") is False
         if not is_sum and value.grad_fn is not None:
             self.nodes.append(value.grad_fn)
         self.pieces[-1].append(Reduced(value.detach().double(), targets.double(), is_sum, is_of_classes))
