@@ -132,7 +132,8 @@ def trying(module: Any) -> Iterator[None]:
     """A LightningModule's step runs a few times too many inside: the modules in it are in evaluation mode, and nothing is left of it."""
     modes, trainer, seeds = [(part, part.training) for part in module.modules()], module.trainer, SEEDS.get_state()
     stops = trainer.should_stop
-    with aside(module), torch.compiler.set_stance("force_eager"):  # a compiler would take the sizes of parts for those of batches
+    with aside(module):
+        _uncompile(module)
         for child in module.children():
             child.eval()
         try:
@@ -142,6 +143,19 @@ def trying(module: Any) -> Iterator[None]:
                 part.train(mode)  # and all in it, which follow
             trainer.should_stop = stops
             SEEDS.set_state(seeds)
+
+
+def _uncompile(module: nn.Module) -> None:
+    """Let modules run as they are written: a compiler would take the sizes of parts for those of batches.
+
+    What they call stays as it is: attention that was compiled may have no room otherwise.
+    """
+    for part in module.modules():
+        attributes = vars(part)
+        if attributes.get("_compiled_call_impl") is not None:
+            attributes["_compiled_call_impl"] = None
+        if (written := getattr(attributes.get("forward"), "_torchdynamo_orig_callable", None)) is not None:
+            attributes["forward"] = written
 
 
 def loss_error(loss: Outcome, sizes: Sequence[int]) -> ValueError:

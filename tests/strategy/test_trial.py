@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import lightning as L
 import pytest
 import torch
+from torch import Tensor, nn
 
-from lightning_par.strategy.trial import Outcome, tolerance
+from lightning_par.strategy.trial import Outcome, tolerance, trying
 
 DOUBLE, SINGLE, HALF = (torch.finfo(kind).eps for kind in (torch.float64, torch.float32, torch.bfloat16))
 
@@ -35,3 +38,40 @@ def test_a_number_is_compared_as_closely_as_it_is_precise(numbers: tuple[float, 
 
 def test_less_precise_numbers_may_differ_more() -> None:
     assert tolerance(DOUBLE) < tolerance(SINGLE) < tolerance(HALF) < 0.1
+
+
+def in_place(layer: nn.Module) -> nn.Module:
+    layer.compile()
+    return layer
+
+
+def by_forward(layer: nn.Module) -> nn.Module:
+    layer.forward = torch.compile(layer.forward)
+    return layer
+
+
+class Net(L.LightningModule):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.trainer = layer, L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+
+
+@pytest.mark.parametrize("how", [in_place, by_forward, torch.compile])
+def test_layers_that_were_compiled_are_tried_as_they_are_written(how: Callable[[nn.Module], nn.Module]) -> None:
+    seen = []
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.compiler.is_compiling())
+            return 2 * x
+
+    module = Net(how(Layer()))
+    before = dict(vars(module.layer))
+    with trying(module):
+        assert not module.layer.training
+        module.layer(torch.ones(2))
+        module.layer(torch.ones(3))
+    assert seen == [False, False]
+    assert vars(module.layer) == before
+    module.layer(torch.ones(2))
+    assert any(seen)
