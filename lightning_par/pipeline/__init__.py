@@ -10,12 +10,13 @@ from lightning_par.pipeline.figure import save_figure
 from lightning_par.pipeline.plan import forward_plan, training_plan
 from lightning_par.pipeline.simulate import Costs, ScheduleError, Simulation, peak_held, simulate
 from lightning_par.pipeline.split import Placement, find_layers, named_layers, place, spread
-from lightning_par.pipeline.stage import StageExit
+from lightning_par.pipeline.stage import Arrived, StageExit
 from lightning_par.pipeline.unknown import Unknown, require_known
 from lightning_par.pipeline.uses import NumbersError, Uses, dry_run
 from lightning_par.pipeline.weigh import LayerCosts, weigh
 
 __all__ = [
+    "Arrived",
     "Costs",
     "LayerCosts",
     "NumbersError",

@@ -91,8 +91,9 @@ def _remember(value: Any, known: set[int], tensors: bool) -> Iterator[Restore]:
     known.add(id(value))
     if isinstance(value, Tensor):
         if tensors:
-            before = value.detach().clone()
-            yield lambda: value.detach().copy_(before)
+            once = _once(value.detach())
+            before = once.clone()
+            yield lambda: once.copy_(before)
     elif isinstance(value, GENERATORS):
         yield _state_of(value)
     elif isinstance(value, dict):
@@ -104,3 +105,11 @@ def _remember(value: Any, known: set[int], tensors: bool) -> Iterator[Restore]:
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | deque) else ()
     for item in list(inner):
         yield from _remember(item, known, tensors)
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """Each of its numbers once, of those that lie in one place because they were expanded."""
+    for dim in range(tensor.dim()) if tensor.layout is torch.strided else ():
+        if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

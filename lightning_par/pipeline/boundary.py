@@ -11,7 +11,7 @@ layers so far go along, once for each, so that later stages can answer for any o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.torch_functions import map_tensors, tensors_in
@@ -180,6 +180,54 @@ def stand_for(form: Any, device: torch.device, origin: Origin) -> Any:
         return UnknownObject(origin) if isinstance(leaf, Opaque | float) else leaf
 
     return part(form) if isinstance(form, TensorForm) else tree_map(part, form)
+
+
+class UnjoinableError(Exception):
+    """What two micro-batches have cannot be put together: it has no dim of samples, or several dims could be that."""
+
+
+def join_tensors(first: Tensor, second: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """What a layer would have returned for the samples of two micro-batches together, of these sizes.
+
+    Raises:
+        UnjoinableError: nobody can tell.
+    """
+    dim = _dim_of_samples(first.shape, second.shape, sizes)
+    if dim is None:
+        raise UnjoinableError
+    return torch.cat([first, second], dim)
+
+
+def join_forms(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
+    """The form of what ``join_tensors`` gives.
+
+    Raises:
+        UnjoinableError: nobody can tell.
+    """
+    leaves, spec = tree_flatten(first)
+    others, other = tree_flatten(second)
+    if spec != other:
+        raise UnjoinableError
+    return tree_unflatten([_join_form(one, two, sizes) for one, two in zip(leaves, others, strict=True)], spec)
+
+
+def _join_form(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
+    if isinstance(first, Withheld) and isinstance(second, Withheld):
+        return Withheld(_join_form(first.form, second.form, sizes))
+    if isinstance(first, TensorForm) and isinstance(second, TensorForm):
+        dim = _dim_of_samples(first.shape, second.shape, sizes)
+        if dim is not None:
+            return TensorForm((*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :]), first.dtype)
+    if first != second:
+        raise UnjoinableError
+    return first
+
+
+def _dim_of_samples(first: Sequence[int], second: Sequence[int], sizes: tuple[int, int]) -> int | None:
+    if len(first) != len(second):
+        return None
+    dims = [dim for dim, pair in enumerate(zip(first, second, strict=True)) if pair == sizes]
+    return dims[0] if len(dims) == 1 and all(a == b for d, (a, b) in enumerate(zip(first, second, strict=True)) if d != dims[0]) else None
 
 
 def messages_of(output: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +129,8 @@ class Pipeline:
         *,
         split: bool = True,
         quiet: Callable[[nn.Parameter], bool] = _has_no_hooks,
-    ) -> None:
+        keep: int = 0,
+    ) -> list[Arrived]:
         """Run one training step over ``len(signatures)`` micro-batches; gradients add to what the parameters have.
 
         All ranks of the group must call. ``forward(m)`` runs the user's step on micro-batch m and returns its loss, weighted and scaled; on
@@ -141,18 +142,29 @@ class Pipeline:
         backward (ZeRO 3) that cannot be; their first part does all of it then.
 
         ``quiet``: whether anybody may add to a parameter's ``grad``, whom no hook need hear of. See Note [Sums of products].
+
+        ``keep``: of how many micro-batches to return what arrived at the last stage, for ``finish``; other ranks return nothing.
         """
         plan = training_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
         split = split and any(action.kind is Kind.W for action in plan[self.index])
         with torch.enable_grad():
-            _Step(self, forward, signatures, grad=True, split=split, quiet=quiet).run(plan[self.index])
+            return _Step(self, forward, signatures, grad=True, split=split, quiet=quiet, keep=keep).run(plan[self.index])
 
-    def forward_only(self, forward: Callable[[int], object], signatures: Sequence[Hashable]) -> None:
+    def forward_only(self, forward: Callable[[int], object], signatures: Sequence[Hashable], *, keep: int = 0) -> list[Arrived]:
         """Run the stages forward over micro-batches without gradients; as ``forward_backward``, but ``forward`` may return anything."""
         plan = forward_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
         with torch.no_grad():
-            _Step(self, forward, signatures, grad=False).run(plan[self.index])
+            return _Step(self, forward, signatures, grad=False, keep=keep).run(plan[self.index])
 
+    def finish(self, step: Callable[[], T], arrived: Arrived) -> T:
+        """Run the user's step once more on the last stage, which this rank has, from what arrived there. Nothing is sent or kept."""
+        last = len(self.placement.spans) - 1
+        tensors = Inlet(list(arrived.tensors), grad=torch.is_grad_enabled()).tensors
+        with self.layers.active(last, Arrived(tensors, arrived.forms)):
+            return step()
+
+
+T = TypeVar("T")
 
 Forms = Mapping[int, Any]
 """Of what layers returned, by their places in the list."""
@@ -173,7 +185,9 @@ class _Step:
         grad: bool,
         split: bool = False,
         quiet: Callable[[nn.Parameter], bool] = _has_no_hooks,
+        keep: int = 0,
     ) -> None:
+        self.kept: dict[int, Arrived | None] = dict.fromkeys(range(keep))  # of the last stage, by micro-batch
         self.pipeline, self.forward, self.signatures, self.grad, self.split = pipeline, forward, signatures, grad, split
         self.quiet, self.large = quiet, [weight for weight in pipeline.module.parameters() if is_large(weight)]
         self.lanes, self.forms = pipeline.lanes, pipeline._forms
@@ -201,7 +215,7 @@ class _Step:
             Kind.FREE_B: self._free,
         }
 
-    def run(self, actions: Sequence[Action]) -> None:
+    def run(self, actions: Sequence[Action]) -> list[Arrived]:
         last_forward = max(place for place, action in enumerate(actions) if action.kind is Kind.F)
         self.hasty = {action: nothing for action in actions[last_forward:] if action.kind is Kind.SEND_B and not self.split}
         with self.streams:
@@ -214,6 +228,7 @@ class _Step:
         ]
         assert not left, f"the step left something behind: {left}"
         assert self.inbox.is_empty, "the step left messages unread"
+        return [arrived for arrived in self.kept.values() if arrived is not None]
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -272,6 +287,8 @@ class _Step:
         stage, arrived = action.stage, Arrived()
         if inlet is not None:
             arrived = Arrived(inlet.tensors, self.forms[self._key(stage - 1, action.microbatch)])
+            if stage == self.last_stage and action.microbatch in self.kept:
+                self.kept[action.microbatch] = arrived.copy()
         self.streams.begin(action.microbatch)
         with self.pipeline.layers.active(stage, arrived, partial(self.streams.reach, action.microbatch, stage)):
             try:

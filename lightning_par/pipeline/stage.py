@@ -52,7 +52,17 @@ from typing_extensions import override
 from lightning_par.layout import Span
 from lightning_par.numerics import pass_by
 from lightning_par.pipeline.backward import children_first, is_leaf
-from lightning_par.pipeline.boundary import form_of, is_plain, rebuild, require_handable, stand_for, withhold
+from lightning_par.pipeline.boundary import (
+    UnjoinableError,
+    form_of,
+    is_plain,
+    join_forms,
+    join_tensors,
+    rebuild,
+    require_handable,
+    stand_for,
+    withhold,
+)
 from lightning_par.pipeline.errors import PipelineError
 from lightning_par.pipeline.shown import HOW_TO_CARRY, INSTEAD_OF_WEIGHTS, Elsewhere, Shown, seen_from_afar
 from lightning_par.pipeline.torch_functions import map_tensors, tensors_in
@@ -256,6 +266,18 @@ class Arrived:
     tensors: Sequence[Tensor] = ()
     forms: Mapping[int, Any] = field(default_factory=dict)
 
+    def copy(self) -> Arrived:
+        """The same numbers, whatever is made of these."""
+        return Arrived([tensor.detach().clone() for tensor in self.tensors], self.forms)
+
+    def joined(self, other: Arrived, sizes: tuple[int, int]) -> Arrived | None:
+        """What would have arrived for two micro-batches of these sizes at once; None if nobody can tell."""
+        try:
+            tensors = [join_tensors(one, two, sizes) for one, two in zip(self.tensors, other.tensors, strict=True)]
+            return Arrived(tensors, {layer: join_forms(form, other.forms[layer], sizes) for layer, form in self.forms.items()})
+        except (UnjoinableError, ValueError, KeyError):
+            return None
+
 
 @dataclass
 class _Pass:
@@ -359,11 +381,6 @@ class StageLayers(nn.ModuleList):
     def in_step(self) -> bool:
         """Whether a stage is active."""
         return self._now is not None
-
-    @property
-    def ends_here(self) -> bool:
-        """Whether the stage that is active is the last."""
-        return self._now is not None and not self._now.exits
 
     @property
     def device(self) -> torch.device:

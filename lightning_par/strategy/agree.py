@@ -96,16 +96,11 @@ class Agreement:
         self.more = options[LOSS]["more"]
         return values[LOSS]
 
-    def all(self, mine: bool) -> bool:
-        """Whether all ranks say so. All ranks call."""
+    def is_common(self, mine: bool) -> bool:
+        """Whether all ranks say so. Every rank of the world calls."""
         said = torch.tensor(float(mine), device=self.device)
-        self.mesh.batch.all_reduce(said, "min")
+        self.mesh.world.all_reduce(said, "min")
         return bool(said.item())
-
-    def settle(self, doubts: Sequence[Doubt]) -> None:
-        """Raise on every rank, if there is one, the error of a doubt of the last stage. All ranks call."""
-        if not self.all(not any(doubt.is_so for doubt in doubts)):
-            raise self._trouble(doubts)
 
     def _fill(self, cells: Tensor, key: float, mine: dict[str, Logged], samples: int | None) -> None:
         """Three cells for each name: what is added up, what the sum is divided by, and what the user said of its batch's size."""
@@ -116,13 +111,10 @@ class Agreement:
             if not entry.values:
                 continue
             cells[cell + 2] = entry.size(samples)
-            values, weights = torch.stack(entry.values), torch.stack(entry.weights)
+            cells[cell], cells[cell + 1] = entry.total()
             if entry.op == "sum":
-                cells[cell] = values.sum() / self.mesh.cp.size
+                cells[cell] /= self.mesh.cp.size
                 cells[cell + 1] = 1.0 / self.mesh.data.size
-            else:
-                cells[cell] = torch.where(weights > 0, values * weights, 0.0).sum()  # a mean over nothing is NaN, and counts nothing
-                cells[cell + 1] = weights.sum()
 
     def _names(
         self, cells: Tensor, key: float, mine: dict[str, dict[str, Any]], numbers: list[float] | None, *, speaks: bool

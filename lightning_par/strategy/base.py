@@ -40,7 +40,7 @@ from lightning_par.strategy.resuming import DataPlace
 from lightning_par.strategy.sampling import ReplicaSampler
 from lightning_par.strategy.saving import Attendance, Holdings, foreseen, saving_violations, settle
 from lightning_par.strategy.schedules import wait_for_steps
-from lightning_par.strategy.steps import Step, StepRunner
+from lightning_par.strategy.steps import StepRunner
 from lightning_par.strategy.weight_averaging import has_averages, open_weights
 from lightning_par.zero import BufferSync, DataParallel, ModelGradients, ReduceGroups, ZeroOptions, synchronize_batch_norms
 
@@ -348,7 +348,6 @@ class HybridParallelStrategy(ParallelStrategy):
         if self._part.pipeline is None:
             return self.runner.train(step, context, args, kwargs)
         trainer, data_parallel = self.lightning_module.trainer, self.data_parallel
-        self._try_parts(step, context, args, kwargs)
         if seams.zeroes_gradients(trainer, self._batch_idx):
             data_parallel.clear()
         data_parallel.loss_scale = self.precision_plugin.loss_scale
@@ -409,28 +408,22 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate(self.lightning_module.validation_step, self.precision_plugin.val_step_context, args, kwargs)
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate(self.lightning_module.test_step, self.precision_plugin.test_step_context, args, kwargs)
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(self.lightning_module.predict_step, self.precision_plugin.predict_step_context, args, kwargs)
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
-    def _evaluate(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluate(self, name: str, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._buffers.broadcast()
-        if not seams.predicts(self.lightning_module):
-            self._try_parts(step, context, args, kwargs)
-        output = self.runner.evaluate(step, context, args, kwargs)
+        output = self.runner.evaluate(name, getattr(self.lightning_module, name), context, args, kwargs)
         if self._data_parallel is not None:
             self._data_parallel.end_pass()
         return output
-
-    def _try_parts(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.runner.try_parts(step, context, args, kwargs) and self._data_parallel is not None:
-            self._data_parallel.end_pass()
 
     @property
     def data_parallel(self) -> DataParallel:

@@ -54,6 +54,13 @@ class Logged:
         name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
         return {"avg": "mean", "amin": "min", "amax": "max"}.get(name, name)
 
+    def total(self) -> tuple[Tensor, Tensor]:
+        """The sum of the values by their weights, and of the weights; for ``reduce_fx="sum"`` the plain sum."""
+        values, weights = torch.stack(self.values), torch.stack(self.weights)
+        if self.op == "sum":
+            return values.sum(), weights.sum()
+        return torch.where(weights > 0, values * weights, 0.0).sum(), weights.sum()  # a mean over nothing is NaN, and counts nothing
+
     def size(self, samples: int | None) -> int:
         """Of the batch, by what calls with micro-batches of it said; ``samples``: how many it has."""
         return samples if samples is not None and all(size == samples for size in self.sizes) else sum(self.sizes)

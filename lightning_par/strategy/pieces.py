@@ -139,7 +139,8 @@ def own(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Tensor):
-        return value.clone() if value.is_inference() or not torch.is_grad_enabled() else value
+        shared = torch.is_grad_enabled() and not value.is_inference()
+        return value if shared else value.clone().requires_grad_(value.requires_grad)
     if isinstance(value, MutableMapping):
         other = copy.copy(value)
         for key, part in list(children(value).items()):

@@ -15,8 +15,10 @@ withheld, because Lightning calls zero_grad between ``training_step`` and ``back
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,14 +28,14 @@ from torch import Tensor
 from lightning_par.comm import Mesh
 from lightning_par.context import RingAttention, ShardedBatch, ring_attention, shard_batch, verify_step
 from lightning_par.layout import Span, split
-from lightning_par.numerics import IGNORED_LABEL, LossWatch, batch_size, loss_weight
-from lightning_par.pipeline import Pipeline, require_known
+from lightning_par.numerics import IGNORED_LABEL, SEEDS, LossWatch, MicrobatchStreams, batch_size, loss_weight
+from lightning_par.pipeline import Arrived, Pipeline, require_known
 from lightning_par.strategy import seams
 from lightning_par.strategy.agree import Agreement, Doubt
 from lightning_par.strategy.logs import recording
 from lightning_par.strategy.means import require_straight
 from lightning_par.strategy.pieces import Handout, Piece, join, microbatches, own, samples_at, signature, sizes_of
-from lightning_par.strategy.trial import Trial, log_warning, loss_error, precision_of, trying
+from lightning_par.strategy.trial import TRIED, Trial, frozen_stay, loss_error, own_loss_warning, trying
 from lightning_par.zero import DataParallel
 
 Step = Callable[..., Any]
@@ -51,8 +53,8 @@ class StepRunner:
         self.agreement = Agreement(module.trainer, mesh, device)
         self._ring: RingAttention | None = None
         self._has_looked = False  # at how a loss is made
-        self._is_mean = False  # the loss was seen to be one
-        self._tried: set[str] = set()  # steps, see Note [What a pipeline takes for a mean]
+        self._batches: Counter[tuple[str, int]] = Counter()  # by step, how many of its batches were cut
+        self._told: set[str] = set()  # names that are logged, of which was told that they are no means
         self._verified: set[str] = set()  # steps that were seen to be right on a shard
 
     def train(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +97,7 @@ class StepRunner:
         pieces = self._pieces(args[0], self._count(samples))
         losses: list[Tensor] = []
         others: list[dict[str, Any]] = []
-        watch, handout = LossWatch(), self._handout(pieces)
+        watch, handout, runs = LossWatch(), self._handout(pieces), len(pieces) * self.pipeline.chunks
 
         with recording(self.module, self.device, deferred=True) as log:
 
@@ -115,15 +117,20 @@ class StepRunner:
                 others.append({key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {})
                 return scaled(loss * pieces[m].share.to(loss.dtype))
 
-            with self.attention(), data_parallel.hold():
+            tries, looks = self._tries("training_step"), not self._has_looked and self.mesh.layout.zero < 3
+            with self.attention(), data_parallel.hold(), frozen_stay(self.module) if looks and runs > 1 else nullcontext():
                 signatures = [("train", signature(piece.batch)) for piece in pieces]
                 split = not data_parallel.kept.frees_values
-                self.pipeline.forward_backward(forward, signatures, split=split, quiet=data_parallel.may_add)
-        doubts = self._doubts(watch, pieces, samples, losses) if losses else []
-        if losses and len(pieces) > 1 and not self._has_looked:
-            self._has_looked = True
-            if not self._is_mean and not watch.has_seen and self._tells:
-                warnings.warn(_OWN_LOSS, stacklevel=2)
+                arrivals = self.pipeline.forward_backward(forward, signatures, split=split, quiet=data_parallel.may_add, keep=2 * tries)
+        doubts, trial = self._doubts(watch, pieces, samples, losses) if losses else [], None
+        if tries:
+            with data_parallel.hold(), torch.enable_grad():
+                trial = self._try(step, context, args, kwargs, arrivals, samples, len(pieces))
+        if losses and len(pieces) > 1:
+            is_mean = trial is not None and self._judge(trial, doubts)
+            if not (is_mean or watch.has_seen or self._has_looked) and self._tells:
+                warnings.warn(own_loss_warning(trial), stacklevel=2)
+        self._has_looked |= len(pieces) > 1
         shares = [piece.share for piece in pieces[: len(losses)]]
         value = self.agreement.reach(
             log, losses, shares, samples, last=self._is_last_batch, more=any(others), doubts=doubts
@@ -134,15 +141,20 @@ class StepRunner:
             return value
         return {"loss": value, **self._shared(others, pieces, samples, "training_step")}
 
-    def evaluate(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def evaluate(
+        self, name: str, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """One batch of validation, test or prediction: what the step returned, the same on every rank of a replica.
 
         Under context parallelism that holds for a step that returns one number; anything else is this shard's.
+
+        Args:
+            name: of the step in Lightning.
         """
         samples = self._samples(args[0]) if self.pipeline else None
         pieces = self._pieces(args[0], self._count(samples) if self.pipeline else 1)
         outputs: list[Any] = []
-        watch, handout = LossWatch(), self._handout(pieces)
+        watch, handout, tries = LossWatch(), self._handout(pieces), self._tries(name, kwargs.get("dataloader_idx", 0))
         with recording(self.module, self.device, deferred=self.pipeline is not None) as log, self.attention():
 
             def forward(m: int) -> None:
@@ -157,7 +169,10 @@ class StepRunner:
             if self.pipeline is None:
                 forward(0)
             else:
-                self.pipeline.forward_only(forward, [(step.__name__, signature(piece.batch)) for piece in pieces])
+                signatures = [(step.__name__, signature(piece.batch)) for piece in pieces]
+                arrivals = self.pipeline.forward_only(forward, signatures, keep=2 * tries)
+        if tries:
+            self._try(step, context, args, kwargs, arrivals, samples, len(pieces))
         if self.pipeline is None or self.pipeline.is_last:
             self._verify(step.__name__, pieces[0].batch)
         doubts = self._doubts(watch, pieces, samples) if outputs else []
@@ -172,63 +187,63 @@ class StepRunner:
             value = self.agreement.reach(log, [outputs[0]], [sum(piece.share for piece in pieces)], samples, doubts=doubts)
         return value.to(outputs[0]).reshape(outputs[0].shape)
 
-    def try_parts(self, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Before a step's first batch: look whether a pipeline may cut it. All ranks call. Whether the module ran.
+    def _tries(self, name: str, loader: int = 0) -> bool:
+        """Whether a step is tried on its next batch. See Note [What a pipeline takes for a mean] in ``trial``."""
+        logs_only = name != "training_step"
+        if self.pipeline is None or self.mesh.layout.microbatches == 1 or (logs_only and (name == "predict_step" or self.mesh.cp.size > 1)):
+            return False
+        self._batches[name, loader] += 1
+        return self._batches[name, loader] in TRIED
 
-        See Note [What a pipeline takes for a mean] in ``trial``.
+    def _try(
+        self,
+        step: Step,
+        context: Callable[[], AbstractContextManager],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arrivals: list[Arrived],
+        samples: int,
+        count: int,
+    ) -> Trial | None:
+        """Try a step again on what arrived at the last stage for its first two micro-batches. Every rank calls. None on other stages.
 
-        Raises:
-            ValueError: on every rank, if the loss is no mean.
+        Args:
+            samples, count: of the batch, and of its micro-batches.
         """
-        if self.pipeline is None or self.mesh.layout.microbatches == 1 or step.__name__ in self._tried:
-            return False
-        self._tried.add(step.__name__)
-        samples = self._samples(args[0])
-        if not self.agreement.all(self._count(samples) > 1):
-            return False
-        most = max(2, sizes_of(samples, self._count(samples))[0])
-        first, second = split(most, 2)
-        whole, *halves = samples_at(args[0], [Span(0, most), first, second])
-        trial = Trial((first.size, second.size), [*self._shared_out(whole, halves), *2 * self._shared_out(whole, [whole])])
-        self._run(trial, step, context, args, kwargs)
-        doubts = self._doubts(trial.watch, trial.pieces[:2], most, trial.losses[:2]) if trial.losses else []
-        if self.pipeline.is_last:
-            loss = trial.loss(self.mesh.cp)
-            if (is_mean := loss.is_combined(trial.precision)) is not None:
-                self._is_mean = is_mean
-                doubts.append(Doubt(torch.tensor(not is_mean), lambda: loss_error(loss, trial.sizes)))
-        self.agreement.settle(doubts)
-        if self._tells and self.mesh.cp.size == 1 and (wrong := [one for one in trial.logged if one.is_combined(trial.precision) is False]):
-            warnings.warn(log_warning(step.__name__, wrong, trial.sizes), stacklevel=2)
-        return True
-
-    def _run(
-        self, trial: Trial, step: Step, context: Callable[[], AbstractContextManager], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        trains = torch.is_grad_enabled()
+        sizes, arrived, ring, seeds = (0, 0), [], self._ring, SEEDS.get_state()
+        if len(arrivals) == 2:
+            first, second = split(samples, count)[:2]
+            sizes = first.size, second.size
+            both = arrivals[0].joined(arrivals[1], sizes)
+            arrived = [*arrivals, both, both] if both is not None else []
+        if not self.agreement.is_common(bool(arrived) or (count > 1 and not self.pipeline.is_last)) or not self.pipeline.is_last:
+            return None
+        whole, again, *halves = samples_at(args[0], [*2 * [Span(0, sum(sizes))], first, second])
+        pieces = [piece for parts in (halves, [whole], [again]) for piece in self._shared_out(whole, parts)]
+        trial = Trial(sizes, pieces, strict=self.mesh.layout.zero == 3)
         with torch.no_grad():
-            handout = self._handout([Piece(own(piece.batch), piece.share) for piece in trial.pieces])
+            batches = [own(piece.batch) for piece in pieces]
+        with MicrobatchStreams(len(pieces), self.device) as streams:
+            for place, batch in enumerate(batches):
+                streams.begin(place)
+                with trying(self.module), self.attention(), recording(self.module, self.device, deferred=True) as log, context():
+                    log.real, log.weight = _nothing, pieces[place].share
+                    call = partial(step, batch, *args[1:], **kwargs)
+                    trial.run(partial(self.pipeline.finish, call, arrived[place]), log, self.module)
+        self._ring = ring
+        SEEDS.set_state(seeds)
+        if self._tells and self.mesh.cp.size == 1:
+            trial.warn_of_logs(self._told)
+        return trial
 
-        def forward(m: int) -> None:
-            trial.watch.next_piece()
-            watching = trial.watch if m < 2 and self.pipeline.layers.ends_here else nullcontext()
-            with recording(self.module, self.device, deferred=True) as log, context(), watching, handout.piece(m) as batch:
-                log.real, log.weight = _nothing, trial.pieces[m].share
-                try:
-                    with torch.set_grad_enabled(trains):  # steps may ask for gradients of their own
-                        output = step(batch, *args[1:], **kwargs)
-                    require_known(output, f"what {step.__name__} returns")
-                    loss = self._loss_of(output) if step.__name__ == "training_step" else None
-                except Exception as error:
-                    if self.pipeline.layers.ends_here:
-                        return  # the step itself will meet it, unless it is for the modes of modules
-                    error.add_note(f"this came up as {step.__name__} was tried in evaluation mode, to see whether a pipeline may cut it")
-                    raise
-                trial.watch.nodes.clear()
-                trial.note(loss, log.logged, precision_of(self.module, self.device))
-
-        with trying(self.module), self.attention():
-            self.pipeline.forward_only(forward, [(f"{step.__name__} tried", signature(piece.batch)) for piece in trial.pieces])
+    def _judge(self, trial: Trial, doubts: list[Doubt]) -> bool:
+        """Whether the loss was seen to be a mean. The last stage's ranks of tp call, and those of cp; what they see is the same for all."""
+        loss = trial.loss(self.mesh.cp)
+        seen = loss.is_combined(trial.precision)
+        verdict = torch.tensor(0.5 if seen is None else float(seen), device=self.device)
+        self.mesh.tp.all_reduce(verdict, "min")
+        doubts.append(Doubt(verdict == 0, lambda: loss_error(loss, trial.sizes)))
+        return verdict.item() == 1
 
     @property
     def _tells(self) -> bool:
@@ -311,13 +326,6 @@ class StepRunner:
                 f"not {IGNORED_LABEL} (or its samples); a weight of one's own is not supported there: leave it out, or use pp=1 and cp=1"
             )
         return output.get("loss")
-
-
-_OWN_LOSS = (
-    "training_step computes its loss by no loss function of torch's that averages (F.cross_entropy, F.mse_loss). A pipeline takes it for "
-    "a mean over the samples, or labels, of a micro-batch, and adds micro-batches up by how many they have. If it is none (a sum, a mean "
-    "over a mask, a root, pairs within the batch), set microbatches=1"
-)
 
 
 def _sum_error() -> ValueError:

@@ -1,21 +1,24 @@
-"""Is what a step gives for a batch the mean of what it gives for parts of it? Seen once, on a few samples.
+"""Is what a step gives for a batch the mean of what it gives for micro-batches? Seen on two of them.
 
 Note [What a pipeline takes for a mean]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A pipeline runs steps on micro-batches and adds up what they return and log by the weight of each. That is right for means. A sum, a mean
-over a mask, a loss over pairs within the batch or something made of a mean is another number then, and no code says which it is. So before
-a step's first batch is cut, the step is tried on samples of its first micro-batch: on two parts of them, and twice on both together. All
-micro-batches draw other random numbers, so what comes out equal both times draws none that matter, and must be the mean of the parts.
+over a mask, a loss over pairs within the batch or something made of a mean is another number then, and no code says which it is. So the
+last stage, which comes to the end of steps, runs the step again: on each of the first two micro-batches, and twice on both together, from
+what arrived there. Each run draws other random numbers, so what comes out equal both times draws none that matter, and must be the mean of
+the two. That it is shows nothing where the two are too much alike for the precision of their numbers, or by chance (two masks of equal
+size). So a step is tried on several batches, and torch's loss functions are looked at in each besides (``numerics.LossWatch``, ``means``).
 
-The trial has no backward. The modules inside are in evaluation mode, since dropout would not let numbers be compared, and everything is put
-back afterwards. It never runs more samples at once than a micro-batch has, or two. It sees what is wrong for these samples, by more than
-the numbers' precision: losses of torch's functions are looked at in each batch besides, more closely (see ``numerics.LossWatch``).
+These runs have no backward, and keep nothing for one. The modules of the stage are in evaluation mode, since dropout would not let numbers
+be compared, and run as they are written where they were compiled. Everything in the module is put back after each run. A step that raises
+is not judged: it came to its end before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.comm import Group
-from lightning_par.numerics import SEEDS, LossWatch
-from lightning_par.pipeline import aside
-from lightning_par.strategy.logs import Logged
+from lightning_par.pipeline import PipelineError, aside, require_known
+from lightning_par.strategy.logs import Logged, LogRecorder
 from lightning_par.strategy.pieces import Piece
+
+TRIED = (1, 2, 4, 8, 16, 32, 64)
+"""Batches of each step, counted from 1."""
 
 
 @dataclass(frozen=True)
@@ -47,102 +52,151 @@ class Outcome:
     again: float
 
     def is_combined(self, precision: float) -> bool | None:
-        """Whether the whole's number is what a pipeline makes of the parts'; None if there is no telling.
+        """Whether the whole's number is what a pipeline makes of the parts'; None if these numbers do not tell.
 
         Args:
             precision: the smallest number by which 1 can be exceeded where numbers are least precise.
         """
         numbers = (self.first, self.second, self.whole, self.again)
-        scale, noise, gap = max(map(abs, numbers)), abs(self.whole - self.again), abs(self.whole - self.combined)
-        allowed = tolerance(precision) * scale
+        scale = max(1.0, *map(abs, numbers))  # of numbers near 0 nobody knows how large the terms were
+        allowed, noise = tolerance(precision) * scale, abs(self.whole - self.again)
         if not math.isfinite(sum(numbers)) or noise > allowed:
             return None
-        return gap <= max(allowed, 10 * noise, 8 * precision)
+        if abs(self.whole - self.combined) > max(allowed, 10 * noise):
+            return False
+        tells = (self.first - self.second) ** 2 > 16 * allowed * scale  # for parts so far apart a root differs by twice what is allowed
+        return True if tells else None
 
 
 @dataclass
 class Trial:
-    """What came of a trial, as the last stage sees it.
+    """What the last stage sees when it runs a step again.
 
     Args:
-        sizes: the samples of the two parts.
-        pieces: of the first part, of the second, of both together, and those again.
+        sizes: the samples of the two micro-batches.
+        pieces: the first, the second, both together, and those again.
+        strict: a step that fails ends the job: other replicas would wait for what it does not come to.
+
+    Attributes:
+        error: of the step; None if it came to its end each time.
     """
 
     sizes: tuple[int, int]
     pieces: Sequence[Piece]
-    watch: LossWatch = field(default_factory=LossWatch)
-    losses: list[Tensor] = field(default_factory=list)
+    strict: bool = False
     precision: float = 0.0
+    error: Exception | None = None
+    _losses: list[Tensor] = field(default_factory=list)
     _logs: list[Mapping[str, Logged]] = field(default_factory=list)
 
-    def note(self, loss: Any, logged: Mapping[str, Logged], precision: float) -> None:
-        """One run has come to its end."""
-        self.precision = max(self.precision, precision)
-        self._logs.append(logged)
+    def run(self, step: Callable[[], Any], log: LogRecorder, module: nn.Module) -> None:
+        """Run the step on the next piece."""
+        try:
+            output = step()
+            require_known(output, "what the step returns")
+        except Exception as error:
+            error.add_note(
+                "this came up as a pipeline ran the end of the step again, in evaluation mode, on two micro-batches and on both together, "
+                "to see whether its loss is a mean; microbatches=1 does without"
+            )
+            if self.strict:
+                raise
+            self.error = error
+            return
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        self.precision = max(self.precision, _precision(module, log.device, loss))
+        self._logs.append(log.logged)
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self.losses.append(loss.detach())
+            self._losses.append(loss.detach())
 
     def loss(self, shards: Group) -> Outcome:
         """Of all shards of the sequence. All ranks of ``shards`` call; NaN if one of them has no loss."""
-        values = torch.full((len(self.pieces),), torch.nan, dtype=torch.float64, device=self.pieces[0].share.device)
-        if len(self.losses) == len(self.pieces):
-            runs = zip(self.pieces, self.losses, strict=True)
-            values = torch.stack([piece.share * loss.to(piece.share).reshape(()) for piece, loss in runs])
-        shards.all_reduce(values)
-        first, second, whole, again = values.tolist()
-        return Outcome("", first, second, first + second, whole, again)
+        shares = torch.stack([piece.share for piece in self.pieces])
+        sums = torch.full_like(shares, torch.nan)
+        if len(self._losses) == len(self.pieces):
+            sums = torch.stack([loss.to(shares).reshape(()) for loss in self._losses]) * shares
+        both = torch.stack([sums, shares])
+        shards.all_reduce(both)
+        first, second, whole, again = (both[0] / both[1]).tolist()
+        return Outcome("", first, second, both[0, :2].sum().item(), whole, again)
 
-    @property
-    def logged(self) -> list[Outcome]:
-        """What all runs logged, that is a mean over micro-batches or their sum."""
+    def warn_of_logs(self, told: set[str]) -> None:
+        """Name, once, what the step logs that is no mean over micro-batches, or no sum if it is logged as such."""
         if len(self._logs) != len(self.pieces):
-            return []
+            return
         first = self._logs[0].items()
         names = [name for name, entry in first if entry.op in ("mean", "sum") and all(name in log for log in self._logs)]
-        return [_logged(name, [log[name] for log in self._logs]) for name in names]
+        seen = [_logged(name, [log[name] for log in self._logs]) for name in names]
+        if wrong := [one for one in seen if one.name not in told and one.is_combined(self.precision) is False]:
+            told |= {one.name for one in wrong}
+            warnings.warn(_log_warning(wrong, self.sizes), stacklevel=2)
 
 
 def _logged(name: str, entries: Sequence[Logged]) -> Outcome:
+    totals, weights = (torch.stack(numbers) for numbers in zip(*(entry.total() for entry in entries), strict=True))
     if entries[0].op == "sum":
-        values = [torch.stack(entry.values).sum().item() for entry in entries]
-        return Outcome(name, *values[:2], values[0] + values[1], *values[2:])
-    weights = [torch.stack(entry.weights) for entry in entries]
-    totals = [(torch.stack(entry.values) * weight).sum().item() for entry, weight in zip(entries, weights, strict=True)]
-    sums = [weight.sum().item() or math.nan for weight in weights]
-    values = [total / weight for total, weight in zip(totals, sums, strict=True)]
-    return Outcome(name, *values[:2], (totals[0] + totals[1]) / (sums[0] + sums[1]), *values[2:])
+        first, second, whole, again = totals.tolist()
+        return Outcome(name, first, second, first + second, whole, again)
+    first, second, whole, again = (totals / weights).tolist()
+    return Outcome(name, first, second, (totals[:2].sum() / weights[:2].sum()).item(), whole, again)
 
 
 def tolerance(precision: float) -> float:
-    """By how much, relatively, results may differ between batches: by more than rounding, where kernels multiply with fewer digits."""
-    return 1e-6 if precision < 1e-10 else 1e-3 if precision < 1e-6 else 3e-2
+    """By how much results of size 1 may differ between batches: kernels add up in other orders, and multiply with fewer digits."""
+    return 4 * precision if precision > 1e-5 else 1e-4 if precision > 1e-10 else 1e-9
 
 
-def precision_of(module: nn.Module, device: torch.device) -> float:
-    """That of the least precise floating-point numbers that the module computes with, within its autocast context."""
-    kinds = {param.dtype for param in module.parameters() if param.is_floating_point()} | {torch.get_default_dtype()}
+def _precision(module: nn.Module, device: torch.device, loss: Any) -> float:
+    """That of the least precise floating-point numbers that this rank's part computes with, within its autocast context."""
+    kinds = {param.dtype for param in module.parameters()} | {torch.get_default_dtype()}
+    if isinstance(loss, Tensor):
+        kinds.add(loss.dtype)
     if torch.is_autocast_enabled(device.type):
         kinds.add(torch.get_autocast_dtype(device.type))
-    return max(torch.finfo(kind).eps for kind in kinds)
+    if device.type == "cuda" and torch.float32 in kinds and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32):
+        kinds.add(torch.float16)  # TF32 has as many digits
+    return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
 
 
 @contextmanager
 def trying(module: Any) -> Iterator[None]:
-    """A LightningModule's step runs a few times too many inside: the modules in it are in evaluation mode, and nothing is left of it."""
-    modes, trainer, seeds = [(part, part.training) for part in module.modules()], module.trainer, SEEDS.get_state()
+    """Inside, a LightningModule's step runs once too many. See Note [What a pipeline takes for a mean]."""
+    modes, trainer = [(part, part.training) for part in module.modules()], module.trainer
     stops = trainer.should_stop
-    with aside(module):
+    with aside(module), torch.autograd.graph.saved_tensors_hooks(_nothing, _no_backward):
         _uncompile(module)
-        for child in module.children():
-            child.eval()
         try:
+            for child in module.children():
+                child.eval()
             yield
         finally:
             for part, mode in modes:
                 part.train(mode)  # and all in it, which follow
             trainer.should_stop = stops
-            SEEDS.set_state(seeds)
+
+
+@contextmanager
+def frozen_stay(module: nn.Module) -> Iterator[None]:
+    """A step runs inside for several micro-batches or stages.
+
+    Raises:
+        PipelineError: it has written to weights that are not trained, as often.
+    """
+    before = [(name, param, param._version) for name, param in module.named_parameters() if not param.requires_grad]
+    yield
+    if changed := [name for name, param, version in before if param._version != version]:
+        raise PipelineError(
+            f"training_step writes to {', '.join(changed)} (a moving average?). A pipeline runs it for every micro-batch and each of a "
+            "rank's stages, so it would do that as often: do it in a hook, such as on_train_batch_end; or use pp=1"
+        )
+
+
+def _nothing(tensor: Tensor) -> None:
+    """What is kept of a tensor that is saved for backward."""
+
+
+def _no_backward(_: None) -> Tensor:
+    raise RuntimeError("a pipeline tries this step without keeping what its backward needs")
 
 
 def _uncompile(module: nn.Module) -> None:
@@ -158,21 +212,39 @@ def _uncompile(module: nn.Module) -> None:
             attributes["forward"] = written
 
 
-def loss_error(loss: Outcome, sizes: Sequence[int]) -> ValueError:
-    """``loss``: by the shares of the parts; ``sizes``: their samples."""
+def loss_error(loss: Outcome, sizes: tuple[int, int]) -> ValueError:
+    """``sizes``: the samples of the two micro-batches."""
     return ValueError(
-        f"training_step's loss for {sum(sizes)} samples of a batch is {loss.whole:.6g}, but that of the first {sizes[0]} and that of the "
-        f"other {sizes[1]} make {loss.combined:.6g} in a pipeline: it adds micro-batches up by their samples (or labels that count), which "
-        "is right for means over those only. A sum, a mean over a mask, a loss over pairs within the batch and what is made of a mean (a "
-        "root) are other numbers. Return such a mean, or set microbatches=1, or pp=1. (The step was tried without dropout.)"
+        f"training_step's loss is {loss.first:.6g} and {loss.second:.6g} for two micro-batches of {sizes[0]} and {sizes[1]} samples, of "
+        f"which a pipeline makes {loss.combined:.6g}, by their samples (or labels that count); but for both together it is "
+        f"{loss.whole:.6g}. That is right for means over samples or labels only: a sum, a mean over a mask, a loss over pairs within the "
+        "batch and what is made of a mean (a root) are other numbers. Return such a mean, or set microbatches=1, or pp=1. (The end of the "
+        "step was run again for this, without dropout.)"
     )
 
 
-def log_warning(step: str, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> str:
-    """``sizes``: the samples of the parts."""
-    told = "; ".join(f"self.log({o.name!r}, ...) is {o.whole:.6g}, but {o.first:.6g} and {o.second:.6g} for its parts" for o in outcomes)
+def own_loss_warning(trial: Trial | None) -> str:
+    """``trial``: which did not tell; None if there could be none."""
+    why = "it is random, or two micro-batches were too much alike"
+    if trial is None:
+        why = "what comes to the last stage for two micro-batches could not be put together"
+    elif trial.error is not None:
+        why = f"{type(trial.error).__name__}: {trial.error}"
     return (
-        f"in {step}, for {sum(sizes)} samples of a batch {told} ({sizes[0]} and {sizes[1]} samples). A pipeline logs the mean over "
-        "micro-batches, by their weight, which is another number than that of the batch. Log means; counts with reduce_fx='sum'; make of "
-        "means what you want (a perplexity) at the epoch's end, or with torchmetrics; or set microbatches=1"
+        "training_step computes its loss by no loss function of torch's that averages (F.cross_entropy, F.mse_loss). A pipeline takes it "
+        "for a mean over the samples, or labels, of a micro-batch, and adds micro-batches up by how many they have. Whether it is could "
+        f"not be seen ({why}). If it is none (a sum, a mean over a mask, a root, pairs within the batch), set microbatches=1"
+    )
+
+
+def _log_warning(outcomes: Sequence[Outcome], sizes: tuple[int, int]) -> str:
+    told = "; ".join(
+        f"self.log({o.name!r}, ...) is {o.first:.6g} and {o.second:.6g}, of which a pipeline makes {o.combined:.6g}, but {o.whole:.6g} for "
+        "both together"
+        for o in outcomes
+    )
+    return (
+        f"for two micro-batches of {sizes[0]} and {sizes[1]} samples {told}. A pipeline logs means over micro-batches, by their weight, or "
+        "sums if told reduce_fx='sum'. Log means as means and counts as sums; make of means what you want (a perplexity) at the end of the "
+        "epoch, or with torchmetrics; or set microbatches=1"
     )

@@ -22,6 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 from lightning_par import HybridParallelStrategy
 from lightning_par.strategy.steps import StepRunner
+from lightning_par.strategy.trial import Trial
 from tests.harness import WorldError, run_world
 from tests.harness.models import QUIET
 
@@ -208,7 +209,44 @@ class Denoised(Net):
     """A mean, which nobody can know, since no two runs are alike."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        return (out - torch.randn_like(out)).square().mean()
+
+
+class Augmented(Net):
+    """Draws before the layers: what arrives at the last stage is the same in each run."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self(batch[0] + torch.randn_like(batch[0])).square().mean()
+
+
+class SometimesMasked(Net):
+    """A mean over a mask, which is of one size in the first batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        mask = (batch[0][:, 0] > 0).double() if batch_idx else torch.ones(len(batch[0]))
+        return (self(batch[0]).square().mean(-1) * mask).sum() / mask.sum()
+
+
+class MovingAverage(Net):
+    """Of a weight, kept in a weight that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Parameter(torch.zeros(8, 5), requires_grad=False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.teacher.lerp_(torch.ones_like(self.teacher), 0.1)
+        return self.loss(batch)
+
+
+class PairsOfRows(Net):
+    """Rows come in pairs; micro-batches have whole ones."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        first, second = self(batch[0]).view(-1, 2, 3).unbind(1)
+        return -F.logsigmoid(first - second).mean()
 
 
 class ClassWeights(Net):
@@ -239,11 +277,13 @@ class EverySecond(Net):
         (Sum, data, r"loss is a sum \(reduction='sum'\), or a multiple of one"),
         (SquaredSum, data, r"loss is a sum \(reduction='sum'\), or a multiple of one"),
         (Masked, data, r"average over \[\d+, \d+\] targets"),
-        (Root, data, r"of the first 2 and that of the other 1 make [0-9.]+ in a pipeline"),
-        (Two, partial(data, None, 7), "in a pipeline"),
-        (Contrastive, data, r"a loss over pairs within the batch"),
-        (Contrastive, partial(data, None, 2), r"loss for 2 samples of a batch is"),
-        (OwnSum, data, r"loss for 3 samples of a batch is"),
+        (Root, data, r"loss is sqrt\(\.\.\.\) of a mean"),
+        (Two, partial(data, None, 7), "have no common weight"),
+        (Contrastive, data, r"two micro-batches of 3 and 3 samples, of which a pipeline makes"),
+        (Contrastive, partial(data, None, 2), r"two micro-batches of 1 and 1 samples, of which a pipeline makes"),
+        (SometimesMasked, data, r"two micro-batches of 3 and 3 samples, of which a pipeline makes"),
+        (MovingAverage, data, r"training_step writes to teacher"),
+        (OwnSum, data, r"two micro-batches of 3 and 3 samples, of which a pipeline makes"),
         (ClassWeights, data, "class weights, have no common weight"),
         (Validated, partial(data, 13), r"average over \[2, 3\] targets"),
         (Validated, partial(_both, None, 13), r"evaluate(?s:.*)average over \[2, 3\] targets"),
@@ -261,6 +301,8 @@ class EverySecond(Net):
         "two",
         "pairs",
         "pairs of one sample each",
+        "mean over a mask in a later batch",
+        "moving average",
         "sum by hand",
         "class weights",
         "ignored in a later batch",
@@ -281,11 +323,39 @@ def _fit_warned(build: Any, layout: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("build", "layout", "count"), [(Denoised, {}, 1), (Denoised, {"microbatches": 1}, 0), (OwnLoss, {}, 0), (Net, {}, 0)]
+    ("build", "layout", "count"),
+    [(Denoised, {}, 1), (Denoised, {"microbatches": 1}, 0), (OwnLoss, {}, 0), (Net, {}, 0), (Augmented, {}, 0)],
 )
 def test_a_loss_that_nobody_knows_is_taken_for_a_mean_with_a_warning(build: Any, layout: dict[str, Any], count: int) -> None:
     told = run_world(_fit_warned, 2, build, {"pp": 2} | layout)
     assert [len(messages) for messages in told] == [0, count]
+
+
+@pytest.mark.parametrize("layout", [{"microbatches": 3}, {"chunks": 2, "schedule": "zbv", "microbatches": 3}])
+def test_pairs_of_rows_are_right_where_micro_batches_have_whole_ones(layout: dict[str, Any]) -> None:
+    wanted, _ = fit(PairsOfRows)
+    for seen, _ in world(PairsOfRows, {"pp": 2} | layout):
+        assert [step["loss"] for step in seen] == pytest.approx([step["loss"] for step in wanted], abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"pp": 2, "dp": 2, "zero": 3}, {"pp": 2, "dp": 2}, {"pp": 4, "chunks": 1}], ids=["zero=3", "one replica", "four stages"]
+)
+def test_a_loss_that_is_no_mean_ends_every_rank(layout: dict[str, int]) -> None:
+    with pytest.raises(WorldError) as caught:
+        run_world(_fit_ranks, 4, layout)
+    told = [part for part in str(caught.value).split("--- rank ")[1:] if "of which a pipeline makes" in part or "says why" in part]
+    assert len(told) == 4
+
+
+def _fit_ranks(layout: dict[str, int]) -> None:
+    fit(ContrastiveOnOne if layout.get("dp") and not layout.get("zero") else Contrastive, HybridParallelStrategy(**layout), 4)
+
+
+class ContrastiveOnOne(Contrastive):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        is_first = self.trainer.strategy.mesh.dp.index == 0
+        return super().training_step(batch, batch_idx) if is_first else F.cross_entropy(self(batch[0]), batch[1])
 
 
 class OwnMean(Net):
@@ -533,7 +603,7 @@ def _logged(layout: dict[str, Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(Logging, HybridParallelStrategy(**layout), 2, _both)
-    return [str(warning.message) for warning in caught if "A pipeline logs the mean over micro-batches" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "A pipeline logs means over micro-batches" in str(warning.message)]
 
 
 def test_logged_values_that_are_no_means_are_told_by_name() -> None:
@@ -565,12 +635,18 @@ class Counting(Net):
 
 
 def _counted(tries: bool) -> Any:
+    ran, run = [], Trial.run
+    Trial.run = lambda *args: ran.append(run(*args))
     if not tries:
-        StepRunner.try_parts = lambda *_: False
-    return fit(Counting, HybridParallelStrategy(pp=2), 2)[0]
+        StepRunner._tries = lambda *_: False
+    seen = fit(Counting, HybridParallelStrategy(pp=2), 2)[0]
+    return seen, len(ran)
 
 
 def test_a_trial_leaves_nothing_behind() -> None:
-    tried, untried = (run_world(_counted, 2, tries) for tries in (True, False))
+    (_, first), (tried, ran) = run_world(_counted, 2, True)
+    assert (first, ran) == (0, 3 * 4)  # on batches 1, 2 and 4
+    (_, first), (untried, ran) = run_world(_counted, 2, False)
+    assert (first, ran) == (0, 0)
     assert tried == untried
-    assert [step[:3] for step in tried[1]] == [(n, n, n) for n in (2, 4, 6, 8)]
+    assert [step[:3] for step in tried] == [(n, n, n) for n in (2, 4, 6, 8)]

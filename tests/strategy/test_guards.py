@@ -113,7 +113,7 @@ def test_what_would_be_wrong_is_refused(case: str, layout: dict[str, Any], messa
 
 
 def test_labels_that_the_weights_do_not_know_of_are_noticed() -> None:
-    with pytest.raises(WorldError, match=r"average over \[\d, \d\] targets"):
+    with pytest.raises(WorldError, match=r"average over \[\d, \d, \d\] targets"):
         _run("", {"pp": 2, "microbatches": 3}, partial(rows, True))
 
 
