@@ -98,6 +98,8 @@ class StepRunner:
         losses: list[Tensor] = []
         others: list[dict[str, Any]] = []
         watch, handout, runs = LossWatch(), self._handout(pieces), len(pieces) * self.pipeline.chunks
+        tries, looks = self._tries("training_step"), not self._has_looked and runs > 1 and self.mesh.layout.zero < 3
+        trial = self._trial(args[0], samples, len(pieces)) if tries else None
 
         with recording(self.module, self.device, deferred=True) as log:
 
@@ -117,15 +119,14 @@ class StepRunner:
                 others.append({key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {})
                 return scaled(loss * pieces[m].share.to(loss.dtype))
 
-            tries, looks = self._tries("training_step"), not self._has_looked and self.mesh.layout.zero < 3
-            with self.attention(), data_parallel.hold(), frozen_stay(self.module) if looks and runs > 1 else nullcontext():
+            with self.attention(), data_parallel.hold(), frozen_stay(self.module) if looks else nullcontext():
                 signatures = [("train", signature(piece.batch)) for piece in pieces]
                 split = not data_parallel.kept.frees_values
                 arrivals = self.pipeline.forward_backward(forward, signatures, split=split, quiet=data_parallel.may_add, keep=2 * tries)
-        doubts, trial = self._doubts(watch, pieces, samples, losses) if losses else [], None
+        doubts = self._doubts(watch, pieces, samples, losses) if losses else []
         if tries:
             with data_parallel.hold(), torch.enable_grad():
-                trial = self._try(step, context, args, kwargs, arrivals, samples, len(pieces))
+                trial = self._try(trial, arrivals, step, context, args, kwargs)
         if losses and len(pieces) > 1:
             is_mean = trial is not None and self._judge(trial, doubts)
             if not (is_mean or watch.has_seen or self._has_looked) and self._tells:
@@ -155,6 +156,7 @@ class StepRunner:
         pieces = self._pieces(args[0], self._count(samples) if self.pipeline else 1)
         outputs: list[Any] = []
         watch, handout, tries = LossWatch(), self._handout(pieces), self._tries(name, kwargs.get("dataloader_idx", 0))
+        trial = self._trial(args[0], samples, len(pieces)) if tries else None
         with recording(self.module, self.device, deferred=self.pipeline is not None) as log, self.attention():
 
             def forward(m: int) -> None:
@@ -172,7 +174,7 @@ class StepRunner:
                 signatures = [(step.__name__, signature(piece.batch)) for piece in pieces]
                 arrivals = self.pipeline.forward_only(forward, signatures, keep=2 * tries)
         if tries:
-            self._try(step, context, args, kwargs, arrivals, samples, len(pieces))
+            self._try(trial, arrivals, step, context, args, kwargs)
         if self.pipeline is None or self.pipeline.is_last:
             self._verify(step.__name__, pieces[0].batch)
         doubts = self._doubts(watch, pieces, samples) if outputs else []
@@ -195,42 +197,39 @@ class StepRunner:
         self._batches[name, loader] += 1
         return self._batches[name, loader] in TRIED
 
+    def _trial(self, batch: Any, samples: int, count: int) -> Trial | None:
+        """Of the first two of ``count`` micro-batches, on the last stage; they are copied before the step itself has them."""
+        if count == 1 or not self.pipeline.is_last:
+            return None
+        first, second = split(samples, count)[:2]
+        whole, again, *halves = samples_at(batch, [*2 * [Span(0, second.stop)], first, second])
+        ring = self._ring
+        pieces = [piece for parts in (halves, [whole], [again]) for piece in self._shared_out(whole, parts)]
+        self._ring = ring
+        with torch.no_grad():
+            copies = [Piece(own(piece.batch), piece.share) for piece in pieces]
+        return Trial((first.size, second.size), copies, strict=self.mesh.layout.zero == 3)
+
     def _try(
         self,
+        trial: Trial | None,
+        arrivals: list[Arrived],
         step: Step,
         context: Callable[[], AbstractContextManager],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        arrivals: list[Arrived],
-        samples: int,
-        count: int,
     ) -> Trial | None:
-        """Try a step again on what arrived at the last stage for its first two micro-batches. Every rank calls. None on other stages.
-
-        Args:
-            samples, count: of the batch, and of its micro-batches.
-        """
-        sizes, arrived, ring, seeds = (0, 0), [], self._ring, SEEDS.get_state()
-        if len(arrivals) == 2:
-            first, second = split(samples, count)[:2]
-            sizes = first.size, second.size
-            both = arrivals[0].joined(arrivals[1], sizes)
-            arrived = [*arrivals, both, both] if both is not None else []
-        if not self.agreement.is_common(bool(arrived) or (count > 1 and not self.pipeline.is_last)) or not self.pipeline.is_last:
+        """Run the step again on what arrived at the last stage. Every rank calls. The trial, if it took place."""
+        arrived = trial.inputs(arrivals) if trial is not None else []
+        if not self.agreement.is_common(bool(arrived) or not self.pipeline.is_last) or trial is None:
             return None
-        whole, again, *halves = samples_at(args[0], [*2 * [Span(0, sum(sizes))], first, second])
-        pieces = [piece for parts in (halves, [whole], [again]) for piece in self._shared_out(whole, parts)]
-        trial = Trial(sizes, pieces, strict=self.mesh.layout.zero == 3)
-        with torch.no_grad():
-            batches = [own(piece.batch) for piece in pieces]
-        with MicrobatchStreams(len(pieces), self.device) as streams:
-            for place, batch in enumerate(batches):
+        seeds = SEEDS.get_state()
+        with MicrobatchStreams(len(arrived), self.device) as streams:
+            for place, (piece, each) in enumerate(zip(trial.pieces, arrived, strict=True)):
                 streams.begin(place)
                 with trying(self.module), self.attention(), recording(self.module, self.device, deferred=True) as log, context():
-                    log.real, log.weight = _nothing, pieces[place].share
-                    call = partial(step, batch, *args[1:], **kwargs)
-                    trial.run(partial(self.pipeline.finish, call, arrived[place]), log, self.module)
-        self._ring = ring
+                    log.real, log.weight = _nothing, piece.share
+                    trial.run(partial(self.pipeline.finish, partial(step, piece.batch, *args[1:], **kwargs), each), log, self.module)
         SEEDS.set_state(seeds)
         if self._tells and self.mesh.cp.size == 1:
             trial.warn_of_logs(self._told)

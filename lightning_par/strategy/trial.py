@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.comm import Group
-from lightning_par.pipeline import PipelineError, aside, require_known
+from lightning_par.pipeline import Arrived, PipelineError, aside, require_known
 from lightning_par.strategy.logs import Logged, LogRecorder
 from lightning_par.strategy.pieces import Piece
 
@@ -88,6 +88,12 @@ class Trial:
     error: Exception | None = None
     _losses: list[Tensor] = field(default_factory=list)
     _logs: list[Mapping[str, Logged]] = field(default_factory=list)
+
+    def inputs(self, arrivals: Sequence[Arrived]) -> list[Arrived]:
+        """What is to arrive at the last stage for each piece, from what did for the two; empty if nobody can tell."""
+        first, second = arrivals
+        both = first.joined(second, self.sizes)
+        return [first, second, both, both] if both is not None else []
 
     def run(self, step: Callable[[], Any], log: LogRecorder, module: nn.Module) -> None:
         """Run the step on the next piece."""
