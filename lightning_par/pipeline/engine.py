@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -129,7 +129,7 @@ class Pipeline:
         *,
         split: bool = True,
         quiet: Callable[[nn.Parameter], bool] = _has_no_hooks,
-        keep: int = 0,
+        keep: Collection[int] = (),
     ) -> list[Arrived]:
         """Run one training step over ``len(signatures)`` micro-batches; gradients add to what the parameters have.
 
@@ -143,14 +143,16 @@ class Pipeline:
 
         ``quiet``: whether anybody may add to a parameter's ``grad``, whom no hook need hear of. See Note [Sums of products].
 
-        ``keep``: of how many micro-batches to return what arrived at the last stage, for ``finish``; other ranks return nothing.
+        ``keep``: of which micro-batches to return what arrived at the last stage, for ``finish``; other ranks return nothing.
         """
         plan = training_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
         split = split and any(action.kind is Kind.W for action in plan[self.index])
         with torch.enable_grad():
             return _Step(self, forward, signatures, grad=True, split=split, quiet=quiet, keep=keep).run(plan[self.index])
 
-    def forward_only(self, forward: Callable[[int], object], signatures: Sequence[Hashable], *, keep: int = 0) -> list[Arrived]:
+    def forward_only(
+        self, forward: Callable[[int], object], signatures: Sequence[Hashable], *, keep: Collection[int] = ()
+    ) -> list[Arrived]:
         """Run the stages forward over micro-batches without gradients; as ``forward_backward``, but ``forward`` may return anything."""
         plan = forward_plan(self.schedule.name, self.ranks, self.chunks, len(signatures))
         with torch.no_grad():
@@ -185,9 +187,9 @@ class _Step:
         grad: bool,
         split: bool = False,
         quiet: Callable[[nn.Parameter], bool] = _has_no_hooks,
-        keep: int = 0,
+        keep: Collection[int] = (),
     ) -> None:
-        self.kept: dict[int, Arrived | None] = dict.fromkeys(range(keep))  # of the last stage, by micro-batch
+        self.kept: dict[int, Arrived | None] = dict.fromkeys(keep)  # of the last stage, by micro-batch
         self.pipeline, self.forward, self.signatures, self.grad, self.split = pipeline, forward, signatures, grad, split
         self.quiet, self.large = quiet, [weight for weight in pipeline.module.parameters() if is_large(weight)]
         self.lanes, self.forms = pipeline.lanes, pipeline._forms

@@ -46,6 +46,7 @@ class Logged:
     weights: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
+    precision: float = 0.0  # the smallest number by which the least precise of them can exceed 1
 
     @property
     def op(self) -> str:
@@ -99,6 +100,8 @@ class LogRecorder:
             raise ValueError(f"self.log({name!r}, ...) takes one number, but got a tensor of shape {tuple(number.shape)}")
         entry.values.append(number.to(self.device, torch.float64, non_blocking=True).reshape(()))
         entry.weights.append(self.weight)
+        if number.is_floating_point():
+            entry.precision = max(entry.precision, torch.finfo(number.dtype).eps)
         if options.get("batch_size") is not None:
             entry.sizes.append(int(options["batch_size"]))
         entry.options = options

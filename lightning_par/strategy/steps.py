@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -98,8 +98,8 @@ class StepRunner:
         losses: list[Tensor] = []
         others: list[dict[str, Any]] = []
         watch, handout, runs = LossWatch(), self._handout(pieces), len(pieces) * self.pipeline.chunks
-        tries, looks = self._tries("training_step"), not self._has_looked and runs > 1 and self.mesh.layout.zero < 3
-        trial = self._trial(args[0], samples, len(pieces)) if tries else None
+        looks, number = not self._has_looked and runs > 1 and self.mesh.layout.zero < 3, self._trial_number("training_step")
+        trial = self._trial(number, args[0], samples, len(pieces)) if number is not None else None
 
         with recording(self.module, self.device, deferred=True) as log:
 
@@ -122,9 +122,9 @@ class StepRunner:
             with self.attention(), data_parallel.hold(), frozen_stay(self.module) if looks else nullcontext():
                 signatures = [("train", signature(piece.batch)) for piece in pieces]
                 split = not data_parallel.kept.frees_values
-                arrivals = self.pipeline.forward_backward(forward, signatures, split=split, quiet=data_parallel.may_add, keep=2 * tries)
+                arrivals = self.pipeline.forward_backward(forward, signatures, split=split, quiet=data_parallel.may_add, keep=_kept(trial))
         doubts = self._doubts(watch, pieces, samples, losses) if losses else []
-        if tries:
+        if number is not None:
             with data_parallel.hold(), torch.enable_grad():
                 trial = self._try(trial, arrivals, step, context, args, kwargs)
         if losses and len(pieces) > 1:
@@ -155,8 +155,8 @@ class StepRunner:
         samples = self._samples(args[0]) if self.pipeline else None
         pieces = self._pieces(args[0], self._count(samples) if self.pipeline else 1)
         outputs: list[Any] = []
-        watch, handout, tries = LossWatch(), self._handout(pieces), self._tries(name, kwargs.get("dataloader_idx", 0))
-        trial = self._trial(args[0], samples, len(pieces)) if tries else None
+        watch, handout, number = LossWatch(), self._handout(pieces), self._trial_number(name, kwargs.get("dataloader_idx", 0))
+        trial = self._trial(number, args[0], samples, len(pieces)) if number is not None else None
         with recording(self.module, self.device, deferred=self.pipeline is not None) as log, self.attention():
 
             def forward(m: int) -> None:
@@ -172,8 +172,8 @@ class StepRunner:
                 forward(0)
             else:
                 signatures = [(step.__name__, signature(piece.batch)) for piece in pieces]
-                arrivals = self.pipeline.forward_only(forward, signatures, keep=2 * tries)
-        if tries:
+                arrivals = self.pipeline.forward_only(forward, signatures, keep=_kept(trial))
+        if number is not None:
             self._try(trial, arrivals, step, context, args, kwargs)
         if self.pipeline is None or self.pipeline.is_last:
             self._verify(step.__name__, pieces[0].batch)
@@ -189,26 +189,27 @@ class StepRunner:
             value = self.agreement.reach(log, [outputs[0]], [sum(piece.share for piece in pieces)], samples, doubts=doubts)
         return value.to(outputs[0]).reshape(outputs[0].shape)
 
-    def _tries(self, name: str, loader: int = 0) -> bool:
-        """Whether a step is tried on its next batch. See Note [What a pipeline takes for a mean] in ``trial``."""
+    def _trial_number(self, name: str, loader: int = 0) -> int | None:
+        """How often a step was tried before its next batch, on which it is tried again; None if it is not."""
         logs_only = name != "training_step"
         if self.pipeline is None or self.mesh.layout.microbatches == 1 or (logs_only and (name == "predict_step" or self.mesh.cp.size > 1)):
-            return False
+            return None
         self._batches[name, loader] += 1
-        return self._batches[name, loader] in TRIED
+        return TRIED.index(self._batches[name, loader]) if self._batches[name, loader] in TRIED else None
 
-    def _trial(self, batch: Any, samples: int, count: int) -> Trial | None:
-        """Of the first two of ``count`` micro-batches, on the last stage; they are copied before the step itself has them."""
+    def _trial(self, number: int, batch: Any, samples: int, count: int) -> Trial | None:
+        """Of two of ``count`` micro-batches, on the last stage, each time others; they are copied before the step itself has them."""
         if count == 1 or not self.pipeline.is_last:
             return None
-        first, second = split(samples, count)[:2]
-        whole, again, *halves = samples_at(batch, [*2 * [Span(0, second.stop)], first, second])
+        place = number % (count - 1)
+        first, second = split(samples, count)[place : place + 2]
+        whole, again, *halves = samples_at(batch, [*2 * [Span(first.start, second.stop)], first, second])
         ring = self._ring
         pieces = [piece for parts in (halves, [whole], [again]) for piece in self._shared_out(whole, parts)]
         self._ring = ring
         with torch.no_grad():
             copies = [Piece(own(piece.batch), piece.share) for piece in pieces]
-        return Trial((first.size, second.size), copies, strict=self.mesh.layout.zero == 3)
+        return Trial(place, (first.size, second.size), copies, strict=self.mesh.layout.zero == 3)
 
     def _try(
         self,
@@ -238,7 +239,7 @@ class StepRunner:
     def _judge(self, trial: Trial, doubts: list[Doubt]) -> bool:
         """Whether the loss was seen to be a mean. The last stage's ranks of tp call, and those of cp; what they see is the same for all."""
         loss = trial.loss(self.mesh.cp)
-        seen = loss.is_combined(trial.precision)
+        seen = loss.is_combined
         verdict = torch.tensor(0.5 if seen is None else float(seen), device=self.device)
         self.mesh.tp.all_reduce(verdict, "min")
         doubts.append(Doubt(verdict == 0, lambda: loss_error(loss, trial.sizes)))
@@ -343,6 +344,11 @@ def _weight(batch: Any, *, tokens: bool = False) -> Tensor:
         if not isinstance(labels, Tensor) or labels.shape != ids.shape or labels.is_floating_point():
             return torch.tensor(float(ids.numel()), dtype=torch.float64)
     return loss_weight(batch)
+
+
+def _kept(trial: Trial | None) -> Collection[int]:
+    """The micro-batches of which a trial needs what arrives at the last stage."""
+    return () if trial is None else (trial.place, trial.place + 1)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -4,7 +4,7 @@ Note [What a pipeline takes for a mean]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A pipeline runs steps on micro-batches and adds up what they return and log by the weight of each. That is right for means. A sum, a mean
 over a mask, a loss over pairs within the batch or something made of a mean is another number then, and no code says which it is. So the
-last stage, which comes to the end of steps, runs the step again: on each of the first two micro-batches, and twice on both together, from
+last stage, which comes to the end of steps, runs the step again: on each of two micro-batches, and twice on both together, from
 what arrived there. Each run draws other random numbers, so what comes out equal both times draws none that matter, and must be the mean of
 the two. That it is shows nothing where the two are too much alike for the precision of their numbers, or by chance (two masks of equal
 size). So a step is tried on several batches, and torch's loss functions are looked at in each besides (``numerics.LossWatch``, ``means``).
@@ -42,6 +42,7 @@ class Outcome:
     Attributes:
         name: under which it is logged.
         combined: what a pipeline makes of the parts.
+        precision: the smallest number by which 1 can be exceeded where numbers are least precise.
     """
 
     name: str
@@ -50,16 +51,14 @@ class Outcome:
     combined: float
     whole: float
     again: float
+    precision: float = 0.0
 
-    def is_combined(self, precision: float) -> bool | None:
-        """Whether the whole's number is what a pipeline makes of the parts'; None if these numbers do not tell.
-
-        Args:
-            precision: the smallest number by which 1 can be exceeded where numbers are least precise.
-        """
+    @property
+    def is_combined(self) -> bool | None:
+        """Whether the whole's number is what a pipeline makes of the parts'; None if these numbers do not tell."""
         numbers = (self.first, self.second, self.whole, self.again)
         scale = max(1.0, *map(abs, numbers))  # of numbers near 0 nobody knows how large the terms were
-        allowed, noise = tolerance(precision) * scale, abs(self.whole - self.again)
+        allowed, noise = tolerance(self.precision) * scale, abs(self.whole - self.again)
         if not math.isfinite(sum(numbers)) or noise > allowed:
             return None
         if abs(self.whole - self.combined) > max(allowed, 10 * noise):
@@ -73,7 +72,8 @@ class Trial:
     """What the last stage sees when it runs a step again.
 
     Args:
-        sizes: the samples of the two micro-batches.
+        place: of the first of two micro-batches.
+        sizes: their samples.
         pieces: the first, the second, both together, and those again.
         strict: a step that fails ends the job: other replicas would wait for what it does not come to.
 
@@ -81,6 +81,7 @@ class Trial:
         error: of the step; None if it came to its end each time.
     """
 
+    place: int
     sizes: tuple[int, int]
     pieces: Sequence[Piece]
     strict: bool = False
@@ -124,7 +125,7 @@ class Trial:
         both = torch.stack([sums, shares])
         shards.all_reduce(both)
         first, second, whole, again = (both[0] / both[1]).tolist()
-        return Outcome("", first, second, both[0, :2].sum().item(), whole, again)
+        return Outcome("", first, second, both[0, :2].sum().item(), whole, again, self.precision)
 
     def warn_of_logs(self, told: set[str]) -> None:
         """Name, once, what the step logs that is no mean over micro-batches, or no sum if it is logged as such."""
@@ -132,19 +133,20 @@ class Trial:
             return
         first = self._logs[0].items()
         names = [name for name, entry in first if entry.op in ("mean", "sum") and all(name in log for log in self._logs)]
-        seen = [_logged(name, [log[name] for log in self._logs]) for name in names]
-        if wrong := [one for one in seen if one.name not in told and one.is_combined(self.precision) is False]:
+        seen = [_logged(name, [log[name] for log in self._logs], self.precision) for name in names]
+        if wrong := [one for one in seen if one.name not in told and one.is_combined is False]:
             told |= {one.name for one in wrong}
             warnings.warn(_log_warning(wrong, self.sizes), stacklevel=2)
 
 
-def _logged(name: str, entries: Sequence[Logged]) -> Outcome:
+def _logged(name: str, entries: Sequence[Logged], precision: float) -> Outcome:
+    precision = max(precision, *(entry.precision for entry in entries))
     totals, weights = (torch.stack(numbers) for numbers in zip(*(entry.total() for entry in entries), strict=True))
     if entries[0].op == "sum":
         first, second, whole, again = totals.tolist()
-        return Outcome(name, first, second, first + second, whole, again)
+        return Outcome(name, first, second, first + second, whole, again, precision)
     first, second, whole, again = (totals / weights).tolist()
-    return Outcome(name, first, second, (totals[:2].sum() / weights[:2].sum()).item(), whole, again)
+    return Outcome(name, first, second, (totals[:2].sum() / weights[:2].sum()).item(), whole, again, precision)
 
 
 def tolerance(precision: float) -> float:
@@ -167,17 +169,17 @@ def _precision(module: nn.Module, device: torch.device, loss: Any) -> float:
 @contextmanager
 def trying(module: Any) -> Iterator[None]:
     """Inside, a LightningModule's step runs once too many. See Note [What a pipeline takes for a mean]."""
-    modes, trainer = [(part, part.training) for part in module.modules()], module.trainer
+    modes, trainer = [(part, part.training) for part in module.modules() if part is not module], module.trainer
     stops = trainer.should_stop
     with aside(module), torch.autograd.graph.saved_tensors_hooks(_nothing, _no_backward):
         _uncompile(module)
+        for part, _ in modes:
+            part.training = False  # not eval(), of which some modules make more
         try:
-            for child in module.children():
-                child.eval()
             yield
         finally:
             for part, mode in modes:
-                part.train(mode)  # and all in it, which follow
+                part.training = mode
             trainer.should_stop = stops
 
 

@@ -638,7 +638,7 @@ def _counted(tries: bool) -> Any:
     ran, run = [], Trial.run
     Trial.run = lambda *args: ran.append(run(*args))
     if not tries:
-        StepRunner._tries = lambda *_: False
+        StepRunner._trial_number = lambda *_: None
     seen = fit(Counting, HybridParallelStrategy(pp=2), 2)[0]
     return seen, len(ran)
 

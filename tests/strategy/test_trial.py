@@ -36,7 +36,7 @@ DOUBLE, SINGLE, HALF = (torch.finfo(kind).eps for kind in (torch.float64, torch.
     ],
 )
 def test_a_number_is_compared_as_closely_as_it_is_precise(numbers: tuple[float, ...], precision: float, is_combined: bool | None) -> None:
-    assert Outcome("", *numbers).is_combined(precision) is is_combined
+    assert Outcome("", *numbers, precision).is_combined is is_combined
 
 
 def test_less_precise_numbers_may_differ_more() -> None:
