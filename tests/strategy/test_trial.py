@@ -78,3 +78,15 @@ def test_layers_that_were_compiled_are_tried_as_they_are_written(how: Callable[[
     assert vars(module.layer) == before
     module.layer(torch.ones(2))
     assert any(seen)
+
+
+def test_a_trial_keeps_nothing_for_a_backward_and_puts_modes_back() -> None:
+    module = Net(nn.Sequential(nn.Dropout(), nn.Linear(2, 2).eval()))
+    x = torch.ones(3, requires_grad=True)
+    with trying(module):
+        loss = x.exp().sum()
+        assert module.training
+        assert not any(part.training for part in module.layer.modules())
+    assert [part.training for part in module.layer.modules()] == [True, True, False]
+    with pytest.raises(RuntimeError, match="without keeping what its backward needs"):
+        loss.backward()
