@@ -19,18 +19,19 @@ Restore = Callable[[], None]
 
 
 @contextmanager
-def aside(module: nn.Module, *, tensors: bool = True) -> Iterator[None]:
+def aside(module: nn.Module, *, tensors: bool = True, generators: bool = True) -> Iterator[None]:
     """Afterwards the attributes of the module and of all modules in it are what they were: modes, counters, lists, the state of metrics.
 
     Parameters and buffers are ``lent``. What lies in other objects of the user's is not known here.
 
     Args:
         tensors: whether tensors can be written to, and are copied for that.
+        generators: whether generators of random numbers are put back.
     """
     with ExitStack() as stack:
         known: set[int] = set()
         for part in module.modules():
-            for restore in _remember(part.__dict__, known, tensors):
+            for restore in _remember(part.__dict__, known, tensors, generators):
                 stack.callback(restore)
         yield
 
@@ -84,7 +85,7 @@ def _state_of(generator: Any) -> Restore:
     return partial(generator.set_state, generator.get_state())
 
 
-def _remember(value: Any, known: set[int], tensors: bool) -> Iterator[Restore]:
+def _remember(value: Any, known: set[int], tensors: bool, generators: bool) -> Iterator[Restore]:
     """What puts a value, and all that lies in it, back to what it is now: containers, tensors and generators; anything else is as it is."""
     if id(value) in known or isinstance(value, nn.Module | nn.Parameter):
         return
@@ -95,7 +96,8 @@ def _remember(value: Any, known: set[int], tensors: bool) -> Iterator[Restore]:
             before = once.clone()
             yield lambda: once.copy_(before)
     elif isinstance(value, GENERATORS):
-        yield _state_of(value)
+        if generators:
+            yield _state_of(value)
     elif isinstance(value, dict):
         items = dict(value)
         yield lambda: (value.clear(), value.update(items))
@@ -104,7 +106,7 @@ def _remember(value: Any, known: set[int], tensors: bool) -> Iterator[Restore]:
         yield lambda: (value.clear(), value.update(content) if isinstance(value, set) else value.extend(content))
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | deque) else ()
     for item in list(inner):
-        yield from _remember(item, known, tensors)
+        yield from _remember(item, known, tensors, generators)
 
 
 def _once(tensor: Tensor) -> Tensor:

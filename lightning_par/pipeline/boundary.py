@@ -183,19 +183,22 @@ def stand_for(form: Any, device: torch.device, origin: Origin) -> Any:
 
 
 class UnjoinableError(Exception):
-    """What two micro-batches have cannot be put together: it has no dim of samples, or several dims could be that."""
+    """What two micro-batches have cannot be put together: nobody can tell where in it samples are."""
 
 
-def join_tensors(first: Tensor, second: Tensor, sizes: tuple[int, int]) -> Tensor:
+def join_tensors(first: Sequence[Tensor], second: Sequence[Tensor], sizes: tuple[int, int]) -> list[Tensor]:
     """What a layer would have returned for the samples of two micro-batches together, of these sizes.
+
+    Samples are along the same dim of all tensors, of the first of which, the hidden state, nothing else has that length.
 
     Raises:
         UnjoinableError: nobody can tell.
     """
-    dim = _dim_of_samples(first.shape, second.shape, sizes)
-    if dim is None:
+    pairs = list(zip(first, second, strict=True))
+    dim = _dim_of_samples(pairs[0][0].shape, pairs[0][1].shape, sizes)
+    if any(one.dim() < 2 or torch.equal(one, two) or dim != _dim_of_samples(one.shape, two.shape, sizes) for one, two in pairs):
         raise UnjoinableError
-    return torch.cat([first, second], dim)
+    return [torch.cat(pair, dim) for pair in pairs]
 
 
 def join_forms(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
@@ -216,18 +219,19 @@ def _join_form(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
         return Withheld(_join_form(first.form, second.form, sizes))
     if isinstance(first, TensorForm) and isinstance(second, TensorForm):
         dim = _dim_of_samples(first.shape, second.shape, sizes)
-        if dim is not None:
-            return TensorForm((*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :]), first.dtype)
-    if first != second:
+        return TensorForm((*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :]), first.dtype)
+    if first != second or type(first) is int:  # it may count samples
         raise UnjoinableError
     return first
 
 
-def _dim_of_samples(first: Sequence[int], second: Sequence[int], sizes: tuple[int, int]) -> int | None:
-    if len(first) != len(second):
-        return None
-    dims = [dim for dim, pair in enumerate(zip(first, second, strict=True)) if pair == sizes]
-    return dims[0] if len(dims) == 1 and all(a == b for d, (a, b) in enumerate(zip(first, second, strict=True)) if d != dims[0]) else None
+def _dim_of_samples(first: Sequence[int], second: Sequence[int], sizes: tuple[int, int]) -> int:
+    if len(first) == len(second):
+        pairs = list(zip(first, second, strict=True))
+        dims = [dim for dim, pair in enumerate(pairs) if pair == sizes]
+        if len(dims) == 1 and all(a == b for dim, (a, b) in enumerate(pairs) if dim != dims[0]):
+            return dims[0]
+    raise UnjoinableError
 
 
 def messages_of(output: Any) -> list[Tensor]:

@@ -161,7 +161,7 @@ class Pipeline:
     def finish(self, step: Callable[[], T], arrived: Arrived) -> T:
         """Run the user's step once more on the last stage, which this rank has, from what arrived there. Nothing is sent or kept."""
         last = len(self.placement.spans) - 1
-        tensors = Inlet(list(arrived.tensors), grad=torch.is_grad_enabled()).tensors
+        tensors = Inlet(list(arrived.copy().tensors), grad=torch.is_grad_enabled()).tensors
         with self.layers.active(last, Arrived(tensors, arrived.forms)):
             return step()
 

@@ -273,9 +273,11 @@ class Arrived:
     def joined(self, other: Arrived, sizes: tuple[int, int]) -> Arrived | None:
         """What would have arrived for two micro-batches of these sizes at once; None if nobody can tell."""
         try:
-            tensors = [join_tensors(one, two, sizes) for one, two in zip(self.tensors, other.tensors, strict=True)]
-            return Arrived(tensors, {layer: join_forms(form, other.forms[layer], sizes) for layer, form in self.forms.items()})
-        except (UnjoinableError, ValueError, KeyError):
+            return Arrived(
+                join_tensors(self.tensors, other.tensors, sizes),
+                {layer: join_forms(form, other.forms[layer], sizes) for layer, form in self.forms.items()},
+            )
+        except (UnjoinableError, KeyError):
             return None
 
 

@@ -117,11 +117,11 @@ class Handout:
             yield self._pieces[m]
             return
         tensors = dict(_tensors(self._pieces[m], "batch")) if self._done[m] < self._runs else {}
-        before = {name: _changes(tensor) for name, tensor in tensors.items()}
+        before = {name: changes(tensor) for name, tensor in tensors.items()}
         try:
             yield own(self._pieces[m])
         except StageExit:
-            if changed := [name for name, tensor in tensors.items() if _changes(tensor) != before[name]]:
+            if changed := [name for name, tensor in tensors.items() if changes(tensor) != before[name]]:
                 raise PipelineError(
                     f"the step changes {changed[0]} in place before the layers. This rank has {self._runs} stages, and runs the step on "
                     "the same tensor once for each: it would be changed as often. Clone it first, or use chunks=1"
@@ -129,7 +129,7 @@ class Handout:
             raise
 
 
-def _changes(tensor: Tensor) -> int:
+def changes(tensor: Tensor) -> int:
     """How often the tensor, or another on the same memory, was changed in place."""
     return 0 if tensor.is_inference() else tensor._version
 

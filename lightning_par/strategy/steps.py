@@ -29,7 +29,7 @@ from lightning_par.comm import Mesh
 from lightning_par.context import RingAttention, ShardedBatch, ring_attention, shard_batch, verify_step
 from lightning_par.layout import Span, split
 from lightning_par.numerics import IGNORED_LABEL, SEEDS, LossWatch, MicrobatchStreams, batch_size, loss_weight
-from lightning_par.pipeline import Arrived, Pipeline, require_known
+from lightning_par.pipeline import Arrived, Pipeline, aside, require_known
 from lightning_par.strategy import seams
 from lightning_par.strategy.agree import Agreement, Doubt
 from lightning_par.strategy.logs import recording
@@ -98,7 +98,7 @@ class StepRunner:
         losses: list[Tensor] = []
         others: list[dict[str, Any]] = []
         watch, handout, runs = LossWatch(), self._handout(pieces), len(pieces) * self.pipeline.chunks
-        looks, number = not self._has_looked and runs > 1 and self.mesh.layout.zero < 3, self._trial_number("training_step")
+        number = self._trial_number("training_step")
         trial = self._trial(number, args[0], samples, len(pieces)) if number is not None else None
 
         with recording(self.module, self.device, deferred=True) as log:
@@ -119,7 +119,7 @@ class StepRunner:
                 others.append({key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {})
                 return scaled(loss * pieces[m].share.to(loss.dtype))
 
-            with self.attention(), data_parallel.hold(), frozen_stay(self.module) if looks else nullcontext():
+            with self.attention(), data_parallel.hold(), frozen_stay(self.module) if number is not None and runs > 1 else nullcontext():
                 signatures = [("train", signature(piece.batch)) for piece in pieces]
                 split = not data_parallel.kept.frees_values
                 arrivals = self.pipeline.forward_backward(forward, signatures, split=split, quiet=data_parallel.may_add, keep=_kept(trial))
@@ -155,7 +155,7 @@ class StepRunner:
         samples = self._samples(args[0]) if self.pipeline else None
         pieces = self._pieces(args[0], self._count(samples) if self.pipeline else 1)
         outputs: list[Any] = []
-        watch, handout, number = LossWatch(), self._handout(pieces), self._trial_number(name, kwargs.get("dataloader_idx", 0))
+        watch, handout, number = LossWatch(), self._handout(pieces), self._trial_number(name, args[2] if len(args) > 2 else 0)
         trial = self._trial(number, args[0], samples, len(pieces)) if number is not None else None
         with recording(self.module, self.device, deferred=self.pipeline is not None) as log, self.attention():
 
@@ -191,8 +191,8 @@ class StepRunner:
 
     def _trial_number(self, name: str, loader: int = 0) -> int | None:
         """How often a step was tried before its next batch, on which it is tried again; None if it is not."""
-        logs_only = name != "training_step"
-        if self.pipeline is None or self.mesh.layout.microbatches == 1 or (logs_only and (name == "predict_step" or self.mesh.cp.size > 1)):
+        layout = self.mesh.layout
+        if self.pipeline is None or layout.microbatches == 1 or name == "predict_step" or layout.cp > 1 or layout.zero == 3:
             return None
         self._batches[name, loader] += 1
         return TRIED.index(self._batches[name, loader]) if self._batches[name, loader] in TRIED else None
@@ -203,13 +203,12 @@ class StepRunner:
             return None
         place = number % (count - 1)
         first, second = split(samples, count)[place : place + 2]
-        whole, again, *halves = samples_at(batch, [*2 * [Span(first.start, second.stop)], first, second])
-        ring = self._ring
-        pieces = [piece for parts in (halves, [whole], [again]) for piece in self._shared_out(whole, parts)]
-        self._ring = ring
+        both = Span(first.start, second.stop)
+        whole, *others = samples_at(batch, [both, both, both, first, second])
+        pieces = [piece for parts in (others[2:], [whole], others[:1], others[1:2]) for piece in self._shared_out(whole, parts)]
         with torch.no_grad():
             copies = [Piece(own(piece.batch), piece.share) for piece in pieces]
-        return Trial(place, (first.size, second.size), copies, strict=self.mesh.layout.zero == 3)
+        return Trial(place, (first.size, second.size), copies)
 
     def _try(
         self,
@@ -225,22 +224,21 @@ class StepRunner:
         if not self.agreement.is_common(bool(arrived) or not self.pipeline.is_last) or trial is None:
             return None
         seeds = SEEDS.get_state()
-        with MicrobatchStreams(len(arrived), self.device) as streams:
+        with aside(self.module), MicrobatchStreams(len(arrived), self.device) as streams:
             for place, (piece, each) in enumerate(zip(trial.pieces, arrived, strict=True)):
                 streams.begin(place)
                 with trying(self.module), self.attention(), recording(self.module, self.device, deferred=True) as log, context():
                     log.real, log.weight = _nothing, piece.share
                     trial.run(partial(self.pipeline.finish, partial(step, piece.batch, *args[1:], **kwargs), each), log, self.module)
         SEEDS.set_state(seeds)
-        if self._tells and self.mesh.cp.size == 1:
+        if self._tells:
             trial.warn_of_logs(self._told)
         return trial
 
     def _judge(self, trial: Trial, doubts: list[Doubt]) -> bool:
-        """Whether the loss was seen to be a mean. The last stage's ranks of tp call, and those of cp; what they see is the same for all."""
-        loss = trial.loss(self.mesh.cp)
-        seen = loss.is_combined
-        verdict = torch.tensor(0.5 if seen is None else float(seen), device=self.device)
+        """Whether the loss was seen to be a mean. The last stage's ranks of tp call; what they see is the same for all."""
+        loss = trial.loss
+        verdict = torch.tensor(0.5 if loss.is_combined is None else float(loss.is_combined), device=self.device)
         self.mesh.tp.all_reduce(verdict, "min")
         doubts.append(Doubt(verdict == 0, lambda: loss_error(loss, trial.sizes)))
         return verdict.item() == 1

@@ -4,14 +4,15 @@ Note [What a pipeline takes for a mean]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A pipeline runs steps on micro-batches and adds up what they return and log by the weight of each. That is right for means. A sum, a mean
 over a mask, a loss over pairs within the batch or something made of a mean is another number then, and no code says which it is. So the
-last stage, which comes to the end of steps, runs the step again: on each of two micro-batches, and twice on both together, from
-what arrived there. Each run draws other random numbers, so what comes out equal both times draws none that matter, and must be the mean of
+last stage, which comes to the end of steps, runs the step again: on each of two micro-batches, and three times on both together, from
+what arrived there. Each run draws other random numbers, so what comes out equal each time draws none that matter, and must be the mean of
 the two. That it is shows nothing where the two are too much alike for the precision of their numbers, or by chance (two masks of equal
 size). So a step is tried on several batches, and torch's loss functions are looked at in each besides (``numerics.LossWatch``, ``means``).
 
 These runs have no backward, and keep nothing for one. The modules of the stage are in evaluation mode, since dropout would not let numbers
-be compared, and run as they are written where they were compiled. Everything in the module is put back after each run. A step that raises
-is not judged: it came to its end before.
+be compared, and run as they are written where they were compiled. What is in the module is put back after each run, but for weights: a step
+that writes to them is refused (``frozen_stay``). A step that raises is not judged: it came to its end before. Nothing is tried where other
+ranks would have to run along: under context parallelism, and where ZeRO gathers weights.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_par.comm import Group
 from lightning_par.pipeline import Arrived, PipelineError, aside, require_known
 from lightning_par.strategy.logs import Logged, LogRecorder
-from lightning_par.strategy.pieces import Piece
+from lightning_par.strategy.pieces import Piece, changes
 
 TRIED = (1, 2, 4, 8, 16, 32, 64)
 """Batches of each step, counted from 1."""
@@ -37,11 +37,12 @@ TRIED = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Outcome:
-    """A number that a step gives for two parts of a batch, for both together, and for those again.
+    """A number that a step gives for two micro-batches, and for both together several times.
 
     Attributes:
         name: under which it is logged.
         combined: what a pipeline makes of the parts.
+        noise: how far apart the numbers for both together are.
         precision: the smallest number by which 1 can be exceeded where numbers are least precise.
     """
 
@@ -50,18 +51,18 @@ class Outcome:
     second: float
     combined: float
     whole: float
-    again: float
+    noise: float
     precision: float = 0.0
 
     @property
     def is_combined(self) -> bool | None:
         """Whether the whole's number is what a pipeline makes of the parts'; None if these numbers do not tell."""
-        numbers = (self.first, self.second, self.whole, self.again)
+        numbers = (self.first, self.second, self.whole)
         scale = max(1.0, *map(abs, numbers))  # of numbers near 0 nobody knows how large the terms were
-        allowed, noise = tolerance(self.precision) * scale, abs(self.whole - self.again)
-        if not math.isfinite(sum(numbers)) or noise > allowed:
+        allowed = tolerance(self.precision) * scale
+        if not math.isfinite(sum(numbers) + self.noise) or self.noise > allowed / 100:
             return None
-        if abs(self.whole - self.combined) > max(allowed, 10 * noise):
+        if abs(self.whole - self.combined) > allowed:
             return False
         tells = (self.first - self.second) ** 2 > 16 * allowed * scale  # for parts so far apart a root differs by twice what is allowed
         return True if tells else None
@@ -74,8 +75,7 @@ class Trial:
     Args:
         place: of the first of two micro-batches.
         sizes: their samples.
-        pieces: the first, the second, both together, and those again.
-        strict: a step that fails ends the job: other replicas would wait for what it does not come to.
+        pieces: the first, the second, and both together three times.
 
     Attributes:
         error: of the step; None if it came to its end each time.
@@ -84,9 +84,8 @@ class Trial:
     place: int
     sizes: tuple[int, int]
     pieces: Sequence[Piece]
-    strict: bool = False
     precision: float = 0.0
-    error: Exception | None = None
+    error: str | None = None
     _losses: list[Tensor] = field(default_factory=list)
     _logs: list[Mapping[str, Logged]] = field(default_factory=list)
 
@@ -94,7 +93,7 @@ class Trial:
         """What is to arrive at the last stage for each piece, from what did for the two; empty if nobody can tell."""
         first, second = arrivals
         both = first.joined(second, self.sizes)
-        return [first, second, both, both] if both is not None else []
+        return [first, second, both, both, both] if both is not None else []
 
     def run(self, step: Callable[[], Any], log: LogRecorder, module: nn.Module) -> None:
         """Run the step on the next piece."""
@@ -102,13 +101,7 @@ class Trial:
             output = step()
             require_known(output, "what the step returns")
         except Exception as error:
-            error.add_note(
-                "this came up as a pipeline ran the end of the step again, in evaluation mode, on two micro-batches and on both together, "
-                "to see whether its loss is a mean; microbatches=1 does without"
-            )
-            if self.strict:
-                raise
-            self.error = error
+            self.error = f"{type(error).__name__}: {error}"
             return
         loss = output.get("loss") if isinstance(output, Mapping) else output
         self.precision = max(self.precision, _precision(module, log.device, loss))
@@ -116,16 +109,14 @@ class Trial:
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
 
-    def loss(self, shards: Group) -> Outcome:
-        """Of all shards of the sequence. All ranks of ``shards`` call; NaN if one of them has no loss."""
+    @property
+    def loss(self) -> Outcome:
+        """Of training; NaN if a run did not come to its end."""
         shares = torch.stack([piece.share for piece in self.pieces])
-        sums = torch.full_like(shares, torch.nan)
-        if len(self._losses) == len(self.pieces):
-            sums = torch.stack([loss.to(shares).reshape(()) for loss in self._losses]) * shares
-        both = torch.stack([sums, shares])
-        shards.all_reduce(both)
-        first, second, whole, again = (both[0] / both[1]).tolist()
-        return Outcome("", first, second, both[0, :2].sum().item(), whole, again, self.precision)
+        if len(self._losses) != len(self.pieces):
+            return Outcome("", math.nan, math.nan, math.nan, math.nan, math.nan)
+        values = torch.stack([loss.to(shares).reshape(()) for loss in self._losses])
+        return _outcome("", values, (values * shares)[:2].sum(), self.precision)
 
     def warn_of_logs(self, told: set[str]) -> None:
         """Name, once, what the step logs that is no mean over micro-batches, or no sum if it is logged as such."""
@@ -140,13 +131,17 @@ class Trial:
 
 
 def _logged(name: str, entries: Sequence[Logged], precision: float) -> Outcome:
-    precision = max(precision, *(entry.precision for entry in entries))
     totals, weights = (torch.stack(numbers) for numbers in zip(*(entry.total() for entry in entries), strict=True))
+    precision = max(precision, *(entry.precision for entry in entries))
     if entries[0].op == "sum":
-        first, second, whole, again = totals.tolist()
-        return Outcome(name, first, second, first + second, whole, again, precision)
-    first, second, whole, again = (totals / weights).tolist()
-    return Outcome(name, first, second, (totals[:2].sum() / weights[:2].sum()).item(), whole, again, precision)
+        return _outcome(name, totals, totals[:2].sum(), precision)
+    return _outcome(name, totals / weights, totals[:2].sum() / weights[:2].sum(), precision)
+
+
+def _outcome(name: str, values: Tensor, combined: Tensor, precision: float) -> Outcome:
+    """``values``: of all runs."""
+    wholes = values[2:]
+    return Outcome(name, *values[:2].tolist(), combined.item(), wholes[0].item(), (wholes.max() - wholes.min()).item(), precision)
 
 
 def tolerance(precision: float) -> float:
@@ -168,10 +163,13 @@ def _precision(module: nn.Module, device: torch.device, loss: Any) -> float:
 
 @contextmanager
 def trying(module: Any) -> Iterator[None]:
-    """Inside, a LightningModule's step runs once too many. See Note [What a pipeline takes for a mean]."""
+    """Inside, a LightningModule's step runs once too many. See Note [What a pipeline takes for a mean].
+
+    Generators in the module go on: who runs the step several times puts them back.
+    """
     modes, trainer = [(part, part.training) for part in module.modules() if part is not module], module.trainer
     stops = trainer.should_stop
-    with aside(module), torch.autograd.graph.saved_tensors_hooks(_nothing, _no_backward):
+    with aside(module, generators=False), torch.autograd.graph.saved_tensors_hooks(_nothing, _no_backward):
         _uncompile(module)
         for part, _ in modes:
             part.training = False  # not eval(), of which some modules make more
@@ -179,7 +177,7 @@ def trying(module: Any) -> Iterator[None]:
             yield
         finally:
             for part, mode in modes:
-                part.training = mode
+                part.training = mode  # that of a ScriptModule is no attribute
             trainer.should_stop = stops
 
 
@@ -190,13 +188,21 @@ def frozen_stay(module: nn.Module) -> Iterator[None]:
     Raises:
         PipelineError: it has written to weights that are not trained, as often.
     """
-    before = [(name, param, param._version) for name, param in module.named_parameters() if not param.requires_grad]
+    before = _frozen(module)
     yield
-    if changed := [name for name, param, version in before if param._version != version]:
+    if changed := [name for name, now in _frozen(module).items() if now != before.get(name, now)]:
         raise PipelineError(
             f"training_step writes to {', '.join(changed)} (a moving average?). A pipeline runs it for every micro-batch and each of a "
             "rank's stages, so it would do that as often: do it in a hook, such as on_train_batch_end; or use pp=1"
         )
+
+
+def _frozen(module: nn.Module) -> dict[str, tuple[int, float]]:
+    """Of weights that are not trained, what shows whether they were written to, through ``.data`` too. Lookups write to some embeddings."""
+    bounded = {part.weight for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None}
+    frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad and param not in bounded]
+    sums = torch.stack([param.detach().sum(dtype=torch.float64).cpu() for _, param in frozen]).tolist() if frozen else []
+    return {name: (changes(param), total) for (name, param), total in zip(frozen, sums, strict=True)}
 
 
 def _nothing(tensor: Tensor) -> None:
@@ -235,9 +241,9 @@ def own_loss_warning(trial: Trial | None) -> str:
     """``trial``: which did not tell; None if there could be none."""
     why = "it is random, or two micro-batches were too much alike"
     if trial is None:
-        why = "what comes to the last stage for two micro-batches could not be put together"
+        why = "under cp and zero=3, and where what comes to the last stage for two micro-batches cannot be put together, nobody looks"
     elif trial.error is not None:
-        why = f"{type(trial.error).__name__}: {trial.error}"
+        why = trial.error
     return (
         "training_step computes its loss by no loss function of torch's that averages (F.cross_entropy, F.mse_loss). A pipeline takes it "
         "for a mean over the samples, or labels, of a micro-batch, and adds micro-batches up by how many they have. Whether it is could "

@@ -228,6 +228,18 @@ class SometimesMasked(Net):
         return (self(batch[0]).square().mean(-1) * mask).sum() / mask.sum()
 
 
+class OwnGenerator(Net):
+    """Compares with noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        return (out - torch.randn(out.shape, generator=self.generator, dtype=out.dtype)).square().mean()
+
+
 class MovingAverage(Net):
     """Of a weight, kept in a weight that is not trained."""
 
@@ -238,6 +250,14 @@ class MovingAverage(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         with torch.no_grad():
             self.teacher.lerp_(torch.ones_like(self.teacher), 0.1)
+        return self.loss(batch)
+
+
+class MovingData(MovingAverage):
+    """As many write it. In the first batch the average is what it was."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.teacher.data.mul_(0.9).add_(0.1 * batch_idx)
         return self.loss(batch)
 
 
@@ -283,6 +303,7 @@ class EverySecond(Net):
         (Contrastive, partial(data, None, 2), r"two micro-batches of 1 and 1 samples, of which a pipeline makes"),
         (SometimesMasked, data, r"two micro-batches of 3 and 3 samples, of which a pipeline makes"),
         (MovingAverage, data, r"training_step writes to teacher"),
+        (MovingData, data, r"training_step writes to teacher"),
         (OwnSum, data, r"two micro-batches of 3 and 3 samples, of which a pipeline makes"),
         (ClassWeights, data, "class weights, have no common weight"),
         (Validated, partial(data, 13), r"average over \[2, 3\] targets"),
@@ -303,6 +324,7 @@ class EverySecond(Net):
         "pairs of one sample each",
         "mean over a mask in a later batch",
         "moving average",
+        "moving average of data",
         "sum by hand",
         "class weights",
         "ignored in a later batch",
@@ -324,7 +346,7 @@ def _fit_warned(build: Any, layout: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("build", "layout", "count"),
-    [(Denoised, {}, 1), (Denoised, {"microbatches": 1}, 0), (OwnLoss, {}, 0), (Net, {}, 0), (Augmented, {}, 0)],
+    [(Denoised, {}, 1), (Denoised, {"microbatches": 1}, 0), (OwnLoss, {}, 0), (Net, {}, 0), (Augmented, {}, 0), (OwnGenerator, {}, 1)],
 )
 def test_a_loss_that_nobody_knows_is_taken_for_a_mean_with_a_warning(build: Any, layout: dict[str, Any], count: int) -> None:
     told = run_world(_fit_warned, 2, build, {"pp": 2} | layout)
@@ -339,7 +361,7 @@ def test_pairs_of_rows_are_right_where_micro_batches_have_whole_ones(layout: dic
 
 
 @pytest.mark.parametrize(
-    "layout", [{"pp": 2, "dp": 2, "zero": 3}, {"pp": 2, "dp": 2}, {"pp": 4, "chunks": 1}], ids=["zero=3", "one replica", "four stages"]
+    "layout", [{"pp": 2, "dp": 2, "zero": 2}, {"pp": 2, "dp": 2}, {"pp": 4, "chunks": 1}], ids=["zero=2", "one replica", "four stages"]
 )
 def test_a_loss_that_is_no_mean_ends_every_rank(layout: dict[str, int]) -> None:
     with pytest.raises(WorldError) as caught:
@@ -645,7 +667,7 @@ def _counted(tries: bool) -> Any:
 
 def test_a_trial_leaves_nothing_behind() -> None:
     (_, first), (tried, ran) = run_world(_counted, 2, True)
-    assert (first, ran) == (0, 3 * 4)  # on batches 1, 2 and 4
+    assert (first, ran) == (0, 3 * 5)  # on batches 1, 2 and 4
     (_, first), (untried, ran) = run_world(_counted, 2, False)
     assert (first, ran) == (0, 0)
     assert tried == untried
