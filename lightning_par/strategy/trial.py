@@ -201,8 +201,16 @@ def _frozen(module: nn.Module) -> dict[str, tuple[int, float]]:
     """Of weights that are not trained, what shows whether they were written to, through ``.data`` too. Lookups write to some embeddings."""
     bounded = {part.weight for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None}
     frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad and param not in bounded]
-    sums = torch.stack([param.detach().sum(dtype=torch.float64).cpu() for _, param in frozen]).tolist() if frozen else []
+    sums = torch.stack([_sum(param.detach()) for _, param in frozen]).tolist() if frozen else []
     return {name: (changes(param), total) for (name, param), total in zip(frozen, sums, strict=True)}
+
+
+def _sum(weight: Tensor) -> Tensor:
+    """0 where a dtype or a kind of tensor has none (float8, quantized)."""
+    try:
+        return weight.sum(dtype=torch.complex128 if weight.is_complex() else torch.float64).abs().cpu()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return torch.zeros((), dtype=torch.float64)
 
 
 def _nothing(tensor: Tensor) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_par.strategy.trial import Outcome, tolerance, trying
+from lightning_par.pipeline import PipelineError
+from lightning_par.strategy.trial import Outcome, frozen_stay, tolerance, trying
 
 DOUBLE, SINGLE, HALF = (torch.finfo(kind).eps for kind in (torch.float64, torch.float32, torch.bfloat16))
 
@@ -90,3 +91,14 @@ def test_a_trial_keeps_nothing_for_a_backward_and_puts_modes_back() -> None:
     assert [part.training for part in module.layer.modules()] == [True, True, False]
     with pytest.raises(RuntimeError, match="without keeping what its backward needs"):
         loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.float8_e4m3fn])
+def test_frozen_weights_of_any_dtype_may_stay_or_are_told(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.ones(4).to(dtype), requires_grad=False)
+    module = Net(nn.Linear(2, 2))
+    module.layer.frozen = weight
+    with frozen_stay(module):
+        weight.clone()
+    with pytest.raises(PipelineError, match=r"writes to layer\.frozen"), frozen_stay(module):
+        weight.copy_(torch.zeros(4).to(dtype))
