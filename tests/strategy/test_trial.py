@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import lightning as L
 import pytest
@@ -45,12 +46,12 @@ def test_less_precise_numbers_may_differ_more() -> None:
 
 
 def in_place(layer: nn.Module) -> nn.Module:
-    layer.compile()
+    layer.compile(backend="eager")
     return layer
 
 
 def by_forward(layer: nn.Module) -> nn.Module:
-    layer.forward = torch.compile(layer.forward)
+    layer.forward = torch.compile(layer.forward, backend="eager")
     return layer
 
 
@@ -60,7 +61,7 @@ class Net(L.LightningModule):
         self.layer, self.trainer = layer, L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
 
 
-@pytest.mark.parametrize("how", [in_place, by_forward, torch.compile])
+@pytest.mark.parametrize("how", [in_place, by_forward, partial(torch.compile, backend="eager")])
 def test_layers_that_were_compiled_are_tried_as_they_are_written(how: Callable[[nn.Module], nn.Module]) -> None:
     seen = []
 
