@@ -53,7 +53,7 @@ class StepRunner:
         self.agreement = Agreement(module.trainer, mesh, device)
         self._ring: RingAttention | None = None
         self._has_looked = False  # at how a loss is made
-        self._batches: Counter[tuple[str, int]] = Counter()  # by step, how many of its batches were cut
+        self._batches: Counter[tuple[str, int]] = Counter()  # by step and dataloader, how many there were
         self._told: set[str] = set()  # names that are logged, of which was told that they are no means
         self._verified: set[str] = set()  # steps that were seen to be right on a shard
 
@@ -208,7 +208,7 @@ class StepRunner:
         pieces = [piece for parts in (others[2:], [whole], others[:1], others[1:2]) for piece in self._shared_out(whole, parts)]
         with torch.no_grad():
             copies = [Piece(own(piece.batch), piece.share) for piece in pieces]
-        return Trial(place, (first.size, second.size), copies)
+        return Trial(place, (first.size, second.size), copies, together=self.mesh.tp.size > 1)
 
     def _try(
         self,
@@ -227,7 +227,7 @@ class StepRunner:
         with aside(self.module), MicrobatchStreams(len(arrived), self.device) as streams:
             for place, (piece, each) in enumerate(zip(trial.pieces, arrived, strict=True)):
                 streams.begin(place)
-                with trying(self.module), self.attention(), recording(self.module, self.device, deferred=True) as log, context():
+                with trying(self.module), recording(self.module, self.device, deferred=True) as log, context():
                     log.real, log.weight = _nothing, piece.share
                     trial.run(partial(self.pipeline.finish, partial(step, piece.batch, *args[1:], **kwargs), each), log, self.module)
         SEEDS.set_state(seeds)

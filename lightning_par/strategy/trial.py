@@ -11,8 +11,9 @@ size). So a step is tried on several batches, and torch's loss functions are loo
 
 These runs have no backward, and keep nothing for one. The modules of the stage are in evaluation mode, since dropout would not let numbers
 be compared, and run as they are written where they were compiled. What is in the module is put back after each run, but for weights: a step
-that writes to them is refused (``frozen_stay``). A step that raises is not judged: it came to its end before. Nothing is tried where other
-ranks would have to run along: under context parallelism, and where ZeRO gathers weights.
+that is seen to write to those that are not trained is refused (``frozen_stay``). A step that raises is not judged: it has come to its end
+before. Nothing is tried where other replicas or shards of the sequence would have to run along: where ZeRO gathers weights, and under
+context parallelism.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Trial:
         place: of the first of two micro-batches.
         sizes: their samples.
         pieces: the first, the second, and both together three times.
+        together: other ranks run the same on their parts of matrices, and wait for one that has no memory for it.
 
     Attributes:
         error: of the step; None if it came to its end each time.
@@ -84,6 +86,7 @@ class Trial:
     place: int
     sizes: tuple[int, int]
     pieces: Sequence[Piece]
+    together: bool = False
     precision: float = 0.0
     error: str | None = None
     _losses: list[Tensor] = field(default_factory=list)
@@ -101,6 +104,8 @@ class Trial:
             output = step()
             require_known(output, "what the step returns")
         except Exception as error:
+            if self.together and isinstance(error, torch.OutOfMemoryError):
+                raise
             self.error = f"{type(error).__name__}: {error}"
             return
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -209,7 +214,7 @@ def _sum(weight: Tensor) -> Tensor:
     """0 where a dtype or a kind of tensor has none (float8, quantized)."""
     try:
         return weight.sum(dtype=torch.complex128 if weight.is_complex() else torch.float64).abs().cpu()
-    except (RuntimeError, NotImplementedError, TypeError):
+    except (RuntimeError, TypeError):
         return torch.zeros((), dtype=torch.float64)
 
 

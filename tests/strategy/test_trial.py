@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_par.pipeline import PipelineError
-from lightning_par.strategy.trial import Outcome, frozen_stay, tolerance, trying
+from lightning_par.strategy.logs import LogRecorder
+from lightning_par.strategy.pieces import Piece
+from lightning_par.strategy.trial import Outcome, Trial, frozen_stay, tolerance, trying
 
 DOUBLE, SINGLE, HALF = (torch.finfo(kind).eps for kind in (torch.float64, torch.float32, torch.bfloat16))
 
@@ -103,3 +105,24 @@ def test_frozen_weights_of_any_dtype_may_stay_or_are_told(dtype: torch.dtype) ->
         weight.clone()
     with pytest.raises(PipelineError, match=r"writes to layer\.frozen"), frozen_stay(module):
         weight.copy_(torch.zeros(4).to(dtype))
+
+
+@pytest.mark.parametrize(("together", "error"), [(False, torch.OutOfMemoryError), (True, ValueError)])
+def test_a_step_that_fails_is_not_judged(together: bool, error: type[Exception]) -> None:
+    trial = failed(together, error)
+    assert trial.error == f"{error.__name__}: no"
+    assert trial.loss.is_combined is None
+
+
+def test_nobody_waits_for_a_rank_without_memory() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        failed(True, torch.OutOfMemoryError)
+
+
+def failed(together: bool, error: type[Exception]) -> Trial:
+    def step() -> None:
+        raise error("no")
+
+    trial = Trial(0, (1, 1), [Piece(None, torch.ones(()))] * 5, together)
+    trial.run(step, LogRecorder(print, torch.device("cpu"), deferred=True), Net(nn.Linear(2, 2)))
+    return trial
